@@ -161,7 +161,7 @@ NUMBERS = {
         Bug("_Spread.backward", replace("copies.view(...).sum(1)", "copies.view(ctx.num_rows, ctx.k, shape[1])[:, 0]"),
             "test_tokens_of_one_rank"),
     "first row of a group gets the bias before":
-        Bug("add_bias", argument("searchsorted", "right", None), "test_equals_a_loop_over_the_groups"),
+        Bug("group_of_rows", argument("searchsorted", "right", None), "test_equals_a_loop_over_the_groups"),
     "grouped mxfp8 multiplies masters":
         Bug("GroupedMXGEMMs._grouped", assign("left", "rows_TC.float()"), "test_mxfp8_multiplies_what_its_casts_make"),
     "backward of grouped mxfp8 with native data":

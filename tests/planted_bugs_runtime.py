@@ -70,7 +70,7 @@ RUNTIME = {
     "shards are cast before replicas have sent what they wrote":
         Bug("_copied_ahead", never("weight.part is not None"), "test_plan_report.py::TestWhereShardsAreCast"),
     "whole parameters are cast before a recipe has cast the weights beside them":
-        Bug("_copied_ahead", never("not weight.form.is_plain"), "test_plan_report.py::TestWhereShardsAreCast"),
+        Bug("_copied_ahead", never("weight.form.wire is not None"), "test_plan_report.py::TestWhereShardsAreCast"),
     "groups that travel together get the gradients of each other":
         Bug("ReductionLaunches._scattered",
             replace("zip(together, slots, strict=True)", "zip(together[::-1], slots, strict=True)"),
@@ -90,7 +90,7 @@ RUNTIME = {
     "a pass without uses is guessed again":
         Bug("Chain.end", drop("self.may_guess = False"), "test_only_a_first_pass_is_guessed"),
     "a wrong guess is followed to its end":
-        Bug("Chain._advance_in_lane", never("self._guessed and use in uses"),
+        Bug("Chain.advance", never("self._guessed and use in uses"),
             "test_a_use_behind_its_block_ends_the_guess"),
     "the first pass guesses experts":
         Bug("Guesses.__init__", without("target.lane != 0"), "test_first_passes_that_leave_out_experts"),
@@ -114,7 +114,7 @@ RUNTIME = {
         Bug("_steps_by_size", replace("position - window.depth + 1", "position - window.depth + 2"),
             "test_what_is_in_flight_after_each_use"),
     "plan does not move on after a deviation":
-        Bug("Chain._advance_in_lane", replace("position + 1", "cursor"), "test_what_is_in_flight_after_each_use"),
+        Bug("Chain.advance", replace("position + 1", "cursor"), "test_what_is_in_flight_after_each_use"),
     "what stays between uses has no bound":
         Bug("_plan_stays", replace("total <= nbytes", "True"), "test_schedule.py::TestStays"),
     "what is recomputed is gathered again":

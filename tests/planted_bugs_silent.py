@@ -119,7 +119,7 @@ SILENT = {
         Bug("ReducedGradient.publish", replace("reduced is None", "reduced is None or not self.param.requires_grad"),
             "test_gradients_of_a_weight_that_is_frozen_later"),
     "a gradient at the parameter itself stays local":
-        Bug("_take_direct", drop("add_local_grad"), "test_silent_params.py::TestDirectReads"),
+        Bug("WholeParam._take_direct", drop("add_local_grad"), "test_silent_params.py::TestDirectReads"),
     "parameters that a rank did not use are left out of the sum":
         Bug("Runtime.note_backward", assign("param.gradient.awaits_reduction", "False"),
             "test_whole_parameters_need_no_switch"),
@@ -208,7 +208,7 @@ SILENT = {
         Bug("once_differentiable.run", replace("undifferentiable(x, *grads)", "undifferentiable(x)"),
             "test_what_is_not_computed_raises"),
     "second derivatives through a linear layer miss its weight":
-        Bug("_backward_in_graph", replace("runtime.reads.value_in_passing(weight)",
+        Bug("_dgrad_in_graph", replace("runtime.reads.value_in_passing(weight)",
             "(runtime.reads.value_in_passing(weight)[0].detach(), None)"), "test_gradient_penalties"),
     "a write through .data between unshard and reshard is lost in a group":
         Bug("Gathering.hold_until_end", drop("note_read_outside"),

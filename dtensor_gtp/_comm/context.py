@@ -49,7 +49,6 @@ class CommContext:
         # One for each mesh: the early and large gathers of experts must not delay gathers of other
         # weights.
         self._gather_streams: dict[str, torch.Stream] = {}  # empty without streams
-        self._host_groups: dict[str, dist.ProcessGroup] = {}  # by the name of the gather group
         # Whether ``capture_step`` may replay steps, which exchange nothing on the host.
         self.may_replay_steps = False
         # Who gathers and reduces on each mesh: as fields of ``Schedule``; and for the report what
@@ -140,14 +139,6 @@ class CommContext:
             if len(found) == 1:
                 chosen[field] = found.pop()
         return chosen
-
-    def host_group(self, groups: Groups) -> dist.ProcessGroup:
-        """A group of the ranks of the gather axis for tensors on the host. The first call for a
-        mesh is collective."""
-        name = groups.gather_name
-        if name not in self._host_groups:
-            self._host_groups[name] = compat.host_group(groups.gather, self.streams.device, "gtp_host")
-        return self._host_groups[name]
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather
@@ -241,7 +232,7 @@ class CommContext:
         with self.reductions.scattering():
             self.before_collective(collective.__name__.removesuffix("_base"), what, groups)
             work = collective(*args, groups.scatter, not self.streams.has_streams)  # async without streams
-            return self.reductions.scatter_done(work)
+            return self.streams.done(self.reductions.scatter_stream, work)
 
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:

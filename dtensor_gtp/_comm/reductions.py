@@ -55,10 +55,6 @@ class Reduction(NamedTuple):
     places: Sequence[Place] = ()  # peers read these
     origins: tuple[torch.Stream, ...] = ()
 
-    def is_using(self, storages: set[int]) -> bool:
-        """Whether it keeps a tensor in one of the storages with these addresses."""
-        return any(tensor.untyped_storage().data_ptr() in storages for tensor in self.keep)
-
 
 class ReductionsInFlight:
     """The scatter stream of one device and the reductions on it."""
@@ -69,8 +65,8 @@ class ReductionsInFlight:
         self._is_bounded = True
         self._reductions: deque[Reduction] = deque()  # the oldest first
         self.num_launched = 0
-        self._scatter_stream = streams.new_stream()  # None without streams
-        self._finish_stream = self._scatter_stream  # unless copy engines exchange gradients
+        self.scatter_stream = streams.new_stream()  # None without streams
+        self._finish_stream = self.scatter_stream  # unless copy engines exchange gradients
 
     def bound(self, most: int) -> None:
         """How many may be in flight before compute waits for the oldest."""
@@ -78,25 +74,19 @@ class ReductionsInFlight:
 
     def finish_apart(self) -> None:
         """Copy engines exchange gradients, see [Note: kernels after an exchange]."""
-        if self._finish_stream is self._scatter_stream:
+        if self._finish_stream is self.scatter_stream:
             self._finish_stream = self._streams.new_stream()  # none without streams
 
     def scattering(self) -> AbstractContextManager[Any]:
         """Run on the scatter stream, after all compute streams: for any collective of the scatter
         group."""
-        stream = self._scatter_stream
+        stream = self.scatter_stream
         fork = self._streams.fork(stream)
         if len(self._streams.computing) > 1 and stream is not None:
             # Each of them may have written a gradient that travels with this one.
             for other in self._streams.other_compute_streams():
                 stream.wait_event(other.record_event())
         return fork
-
-    def scatter_done(self, work: Waitable | None) -> Done:
-        """When the collective that was just launched on the scatter stream is complete."""
-        if self._scatter_stream is None:
-            return Done(work=work)
-        return Done(self._scatter_stream.record_event())
 
     def reducing(self) -> AbstractContextManager[Any]:
         """Launch a reduction in this context, on the scatter stream. Bounds how many are in flight."""
@@ -123,7 +113,7 @@ class ReductionsInFlight:
         result (sum, replicas, division, accumulation): now, on the finish stream; without streams
         when the reduction is retired. ``keep`` and ``places`` stay alive until it is retired."""
         self.num_launched += 1
-        scatter = self._scatter_stream
+        scatter = self.scatter_stream
         finish = self._finish_stream
         if scatter is None or finish is None:
             self._reductions.append(Reduction(Done(work=work), complete, keep, places))
@@ -162,18 +152,18 @@ class ReductionsInFlight:
     def wait_finished(self) -> None:
         """Make the scatter stream (without streams: the host) wait for the finish stream, see the
         last note above."""
-        if self._scatter_stream is None:
+        if self.scatter_stream is None:
             self.retire_all()
-        elif self._scatter_stream is not self._finish_stream and self._reductions:
+        elif self.scatter_stream is not self._finish_stream and self._reductions:
             # Compute has waited for all earlier ones, and the scatter stream for compute.
             last = self._reductions[-1].done.event
             assert last is not None
-            self._scatter_stream.wait_event(last)
+            self.scatter_stream.wait_event(last)
 
     def retire_users(self, buffers: Sequence[Tensor]) -> None:
         """Retire reductions, oldest first, until none in flight uses these buffers."""
         storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}  # what is kept may be a view
-        while any(reduction.is_using(storages) for reduction in self._reductions):
+        while any(t.untyped_storage().data_ptr() in storages for each in self._reductions for t in each.keep):
             self._retire_oldest()
 
     def retire_first(self, number: int) -> None:

@@ -83,7 +83,9 @@ class TokenExchange:
         message[:1].fill_(values.numel())  # an assignment would wait for the GPU
         num_sent = min(values.numel(), self.capacity)
         message[1 : 1 + num_sent] = values[:num_sent]  # a rank with more still sends how many it has
-        received = self._all_gather(message, comm, groups)
+        received = message.new_empty((self._mesh.size(self._mesh.ndim - 1), message.numel()))
+        what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
+        comm.streams.wait(comm.launch(compat.all_gather_base, what, groups, received.view(-1), message))
         counts = received[:, 0]
         # The host reads the numbers where this rank must know who else has more, or need not wait.
         if is_fixed and (values.numel() > self.capacity or not comm.streams.has_streams):
@@ -109,15 +111,9 @@ class TokenExchange:
             what = f"the number of tokens for {self.purpose} of {self._fqn}"
             comm.before_collective("all_reduce", what, groups)
         most = torch.tensor([num_tokens])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=comm.host_group(groups))
+        host = compat.host_group(groups.gather, comm.streams.device, "gtp_host")
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=host)
         return int(most)
-
-    def _all_gather(self, values: Tensor, comm: CommContext, groups: Groups) -> Tensor:
-        received = values.new_empty((self._mesh.size(self._mesh.ndim - 1), values.numel()))
-        what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
-        done = comm.launch(compat.all_gather_base, what, groups, received.view(-1), values)
-        comm.streams.wait(done)
-        return received
 
     def _settle(self, capacity: int) -> None:
         """Take a capacity that all ranks know."""

@@ -355,10 +355,4 @@ def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """All tensors in inputs of the outermost module on ``device``, as ``fully_shard`` moves them."""
-
-    def move(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
-            return tensor
-        return tensor.to(device)
-
-    return map_tensors(tree, move)
+    return map_tensors(tree, lambda tensor: tensor.to(device))

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import MethodType
-from typing import cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +42,7 @@ _MOST_OF_MODEL = 0.3
 
 def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     """Turn blocks below the outermost call into groups. Returns what was chosen and why."""
-    calls = cast("list[ShardGroup]", runtime.members.calls)
+    calls: list[ShardGroup] = runtime.members.calls
     if runtime.policy._numbers or runtime.grads.launches.replicas is not None:
         return ()
     # Cached, because ranks ask each other for a mesh: once, on all ranks alike.

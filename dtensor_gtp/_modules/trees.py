@@ -39,13 +39,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
                 waiting += [getattr(node, name) for name in field_names(node)]
 
 
-def map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """``convert`` of all tensors in containers that pytree knows and in dataclasses, in order."""
-    return _map(tree, convert, {})
-
-
-def _map(tree: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any]) -> Any:
-    """``copies``: of dataclasses so far, by id, as they may hold each other."""
+def map_tensors(tree: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any] | None = None) -> Any:
+    """``convert`` of all tensors in containers that pytree knows and in dataclasses, in order.
+    ``copies``: of dataclasses so far, by id, as they may hold each other."""
+    if copies is None:
+        copies = {}
     leaves, spec = compat.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -55,7 +53,7 @@ def _map(tree: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any])
         elif names := field_names(leaf):
             leaves[index] = copies[id(leaf)] = copy.copy(leaf)  # the caller's object stays as it is
             for name in names:
-                value = _map(getattr(leaf, name), convert, copies)
+                value = map_tensors(getattr(leaf, name), convert, copies)
                 object.__setattr__(leaves[index], name, value)  # also of a frozen one
     return compat.tree_unflatten(leaves, spec)
 

@@ -41,32 +41,12 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
         comm.check_finite("the all_gather of weights", values, weight.groups)
     if any(target.weight.form.fixed is not None for target in targets):
         comm.streams.wait_for_others()  # one of them may still read the fixed buffer
-    if weight.form.is_plain and len(targets) == 1:
-        with profiler_range("GTP::all_gather", weight.fqn):
-            _launch_plain(targets[0], comm)
-    elif weight.layout.world == 1:  # nothing is sent
+    if weight.layout.world == 1:  # nothing is sent
         for target in targets:
             target.add(_alone(target, comm))
     else:
         with profiler_range("GTP::all_gather", *[target.weight.fqn for target in targets]):
             _launch_together(targets, comm)
-
-
-def _launch_plain(target: Gatherable, comm: CommContext) -> None:
-    """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent
-    case, so it is short."""
-    weight = target.weight
-    layout = weight.layout
-    form = weight.form
-    # Allocated on the compute stream, which also frees it, see [Note: streams and memory].
-    buffer = form.gather_buffer()
-    if form.is_sendable or weight.groups.casts_shards:
-        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [form.rows])
-    else:
-        slot = layout.slot(buffer)
-        copies = _copied_ahead(([layout.filled(slot)], [form.rows]), [target], comm)
-        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], copies)
-    target.add(Gathered(buffer, layout.full_view(buffer), done, weight.shard, weight.version))
 
 
 def _copied_ahead(copies: Copies, targets: Sequence[Gatherable], comm: CommContext) -> Copies | None:
@@ -76,7 +56,7 @@ def _copied_ahead(copies: Copies, targets: Sequence[Gatherable], comm: CommConte
     (gathers from replicas, casts of recipes, uploads)."""
     for target in targets:
         for weight in weights_of(target):
-            if weight.part is not None or not weight.form.is_plain:
+            if weight.part is not None or weight.form.wire is not None or weight.policies.offload is not None:
                 return copies
     comm.streams.note_compute()  # the stream of gathers waits for this one, and so for the copies
     with profiler_range("GTP::cast", *[target.weight.fqn for target in targets]):

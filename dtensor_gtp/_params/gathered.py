@@ -82,6 +82,11 @@ class Gathered:
             self._note_copy()
         return self.value
 
+    def for_gemms(self) -> Quantized:
+        """The gathered planes, of a weight that ``GatherForm.gemms`` multiply with."""
+        assert self.quantized is not None
+        return self.quantized()
+
     def _note_copy(self) -> None:
         """The stream of the last use has made a copy: another one waits for it, not for the gather."""
         if self.reader is not None:
@@ -175,13 +180,9 @@ class GatherForm:
     """That of one weight. A group has one, too, in which nothing is set: each of its weights has
     its own."""
 
-    rows: Tensor  # the shard with the sharded dim in front
-    # Whether ``rows`` are sent as they are, or copied into their slot of the buffer first.
-    is_sendable: bool
     full_like: Tensor  # template of the buffer
 
-    def __init__(self, *, is_plain: bool = False) -> None:
-        self.is_plain = is_plain  # what other ranks have of the weight is gathered as it is
+    def __init__(self) -> None:
         self.wire: Wire | None = None
         # Multiply with the quantized weight; None: with the full weight.
         self.gemms: Float8GEMMs | None = None
@@ -190,7 +191,6 @@ class GatherForm:
     def set_wire(self, wire: Wire | None) -> None:
         """Gather the weight as ``wire`` says; None gathers the weight itself."""
         self.wire = wire
-        self.is_plain = self.is_plain and wire is None
         self._choose_gemms()
 
     def _choose_gemms(self) -> None:
@@ -198,11 +198,9 @@ class GatherForm:
         if self.wire is not None:
             self.gemms = self.wire.gemms()
 
-    def follow(self, layout: WeightLayout, shard: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        """The weight has this shard from now on, and is gathered in this dtype."""
-        self.rows = layout.rows_of(shard)
+    def follow(self, layout: WeightLayout, dtype: torch.dtype, device: torch.device) -> None:
+        """The weight is gathered in this dtype from now on."""
         self.full_like = compat.template(layout.buffer_shape, dtype, device)
-        self.is_sendable = layout.is_sendable(self.rows, dtype)
         self._choose_gemms()  # the new dtype may have others
 
     def new_buffer(self) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -66,8 +65,7 @@ class LastUse:
     def __init__(self, leaf: Tensor) -> None:
         self._reached: set[int] = set()  # running backwards; that of a reentrant checkpoint runs within another one
         self._node = compat.accumulate_node(leaf)
-        this = weakref.ref(self)
-        self._node.register_prehook(lambda grads: _reach(this()))  # autograd runs the node after the last use
+        self._node.register_prehook(compat.weakly(self.reach))  # autograd runs the node after the last use
 
     @property
     def is_awaited(self) -> bool:
@@ -75,16 +73,11 @@ class LastUse:
         backward = compat.current_graph_task_id()  # -1: a pipeline completes gradients after its backwards
         return backward not in (-1, *self._reached) and compat.is_node_awaited(self._node)
 
-    def reach(self) -> None:
+    def reach(self, grads: object) -> None:
         backward = compat.current_graph_task_id()
         self._reached.add(backward)
         # Behind the callback of ``fully_shard``, which takes gradients: that is queued when its backward begins.
         compat.queue_backward_callback(partial(self._reached.discard, backward))
-
-
-def _reach(last_use: LastUse | None) -> None:
-    if last_use is not None:
-        last_use.reach()
 
 
 class ReducedGradient:

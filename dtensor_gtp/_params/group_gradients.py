@@ -91,8 +91,6 @@ class GroupGradients(PendingGradient):
     @property
     def have_new(self) -> bool:
         """Whether a weight got a gradient that is not known to get one."""
-        if len(self.weights) == len(self._all):
-            return False
         others = set(self._all).difference(self.weights)
         return any(self.leaves.by_member[weight].grad is not None for weight in others)
 

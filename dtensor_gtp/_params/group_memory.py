@@ -102,7 +102,7 @@ class GroupShards:
                     parts.copied.append(output)
                     parts.sources.append(member.shard)
                 elif member.form.wire is None:
-                    parts.add(member.layout, member.form.rows, output, casts_shards)
+                    parts.add(member.layout, member.layout.rows_of(member.shard), output, casts_shards)
                 else:
                     slot = member.layout.slot(output)
                     self.quantized.append((member, member.layout.filled(slot)))

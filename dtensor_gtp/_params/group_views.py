@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -163,20 +162,13 @@ class GroupViews:
         until the next forward."""
         if self._hooks:
             return  # all callers pass the same function
-        # Autograd owns the hooks, where the garbage collector does not see them: they must not keep
-        # the runtime alive.
-        note = weakref.WeakMethod(note_backward)
+        note = compat.weakly(note_backward)
         for leaf in self._group.leaves.by_member.values():
             if leaf.requires_grad:
-                hook = leaf.register_post_accumulate_grad_hook(lambda _: _call(note))
+                hook = leaf.register_post_accumulate_grad_hook(lambda _: note())
                 self._hooks.append(hook)
 
     def forget_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (method := reference()) is not None:
-        method()

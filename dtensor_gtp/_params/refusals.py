@@ -3,13 +3,14 @@ gradients."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._comm.streams import Streams
 from .._howto import see
 from .gathered import Version, is_same_to_autograd
 from .sharded_weight import ShardedWeight
@@ -69,10 +70,11 @@ def refuse_symbolic_tracing(fqn: str) -> None:
         refuse_recording("torch.fx.symbolic_trace", fqn)
 
 
-def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
-    """Called in a backward that skips the gradient of a trained weight: a recording of it would
-    skip it for ever."""
-    if is_capturing:
+def wants_wgrad(ctx: Any, index: int, weight: ShardedWeight, streams: Streams) -> bool:
+    """Whether the running backward asks for the gradient of a trained weight, whose leaf is at ``index`` among
+    the tensors given to forward. A recording of one that does not would skip it for ever: refused."""
+    is_awaited = compat.is_awaited(ctx, index)
+    if not is_awaited and streams.is_capturing:
         raise RuntimeError(
             f"A CUDA graph records a backward without the gradient of '{weight.fqn}', which is "
             "trained: torch.cuda.make_graphed_callables calls torch.autograd.grad, which does not "
@@ -80,6 +82,7 @@ def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
             "dtensor_gtp.capture_blocks for single modules. If you do not need the gradient, "
             "freeze the parameter with requires_grad_(False)."
         )
+    return is_awaited
 
 
 def hook_at_node(fqn: str, param: Tensor) -> str:

@@ -138,7 +138,7 @@ class ShardedWeight(ManagedParam):
         self.part = part  # of the shard, if the replicas split its optimizer states
         # Of the tp-local slice that modules see; None without tensor parallelism.
         self.tp_spec = tp_spec
-        self.form = GatherForm(is_plain=layout.world > 1 and self.policies.offload is None)
+        self.form = GatherForm()
         self.for_forward = Gatherable(self)
         # Gathered in backward to compute the gradient of the input.
         self.for_backward = self.for_forward
@@ -173,7 +173,7 @@ class ShardedWeight(ManagedParam):
         if self.registration.is_cut_again and self.leaf.requires_grad:
             self.gradient.last_use = LastUse(self.leaf)
         self._other_stand_in: StandIn | None = None  # of graphs from before the weight was frozen or unfrozen
-        self.form.follow(self.layout, self.shard, self.compute_dtype, self.device)
+        self.form.follow(self.layout, self.compute_dtype, self.device)
         self.pending_grad.lay_out(self.layout, self.reduce_dtype, self.device)
         if self.tp_spec is not None:
             spec = self.tp_spec  # the full weight is gathered in the compute dtype

@@ -3,7 +3,6 @@ the reduction."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -65,10 +64,7 @@ class WholeParam(ManagedParam):
         self._version = self.param._version  # of the values that modules have seen
         if self.leaf.is_floating_point() or self.leaf.is_complex():
             self.leaf.requires_grad_(True)  # torch demands it of a tensor that gets a hook
-            # Autograd owns the hook, where the garbage collector does not see it: it must not keep
-            # this object alive.
-            this = weakref.ref(self)
-            self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
+            self.leaf.register_post_accumulate_grad_hook(compat.weakly(self._notify))
             self.leaf.requires_grad_(self.param.requires_grad)
         self._take_direct_grads()
 
@@ -95,8 +91,7 @@ class WholeParam(ManagedParam):
         # The graph's node, and not the parameter, whose hooks are the user's. A node lives while
         # somebody holds it.
         self._node = compat.accumulate_node(self.param)
-        this = weakref.ref(self)
-        self._node.register_prehook(lambda grads: _take_direct(this(), grads))
+        self._node.register_prehook(compat.weakly(self._take_direct))
 
     def follow_writes(self) -> None:
         """The leaf has the parameter's memory, but counts writes by itself. Autograd shall refuse a
@@ -144,8 +139,7 @@ class WholeParam(ManagedParam):
         if value.requires_grad and self.is_widened:
             # Take the gradient here: on its way to the leaf autograd would round it.
             value = value.detach().requires_grad_()
-            this = weakref.ref(self)
-            value.register_post_accumulate_grad_hook(lambda used: _take_wide(this(), used))
+            value.register_post_accumulate_grad_hook(compat.weakly(self._take_wide))
         return value
 
     @property
@@ -164,7 +158,7 @@ class WholeParam(ManagedParam):
             leaf.grad = grad.to(leaf.dtype, copy=True)  # ``grad`` belongs to others; later ones are added to this
         else:
             leaf.grad += grad.to(leaf.dtype)
-        _notify(self)
+        self._notify()
 
     @property
     def _leaf_in_use(self) -> Tensor:
@@ -173,6 +167,30 @@ class WholeParam(ManagedParam):
         if self.group is not None:
             leaf = self.group.leaves.by_member[self]
         return leaf
+
+    def _notify(self, leaf: object = None) -> None:
+        if self.on_local_grad is not None:
+            self.on_local_grad()
+
+    def _take_direct(self, grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
+        (grad,) = grads
+        if grad is None or self.registration.is_cut_again:
+            return None  # autograd goes on with the gradient
+        if isinstance(grad, DTensor):
+            if grad.placements != self.param.placements:  # type: ignore[attr-defined]
+                grad = grad.redistribute(placements=self.param.placements)  # type: ignore[attr-defined]
+            grad = compat.local_tensor(grad).detach()
+        if self.tp_spec is not None:
+            grad = compat.wrap_local(grad, self.tp_spec)
+        self.add_local_grad(grad)
+        return (None,)  # nothing is left to add to ``.grad``
+
+    def _take_wide(self, used: Tensor) -> None:
+        grad = used.grad
+        used.grad = None  # the graph holds ``used``, and would hold its gradient
+        if grad is not None:
+            self._add_wide(grad)
+            self._notify()
 
     def _add_wide(self, grad: Tensor) -> None:
         self._wide_local_grad = _sum(self._wide_local_grad, grad)
@@ -231,30 +249,3 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if second is None:
         return first
     return first + second
-
-
-def _notify(param: WholeParam | None) -> None:
-    if param is not None and param.on_local_grad is not None:
-        param.on_local_grad()
-
-
-def _take_direct(param: WholeParam | None, grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
-    (grad,) = grads
-    if param is None or grad is None or param.registration.is_cut_again:
-        return None  # autograd goes on with the gradient
-    if isinstance(grad, DTensor):
-        if grad.placements != param.param.placements:  # type: ignore[attr-defined]
-            grad = grad.redistribute(placements=param.param.placements)  # type: ignore[attr-defined]
-        grad = compat.local_tensor(grad).detach()
-    if param.tp_spec is not None:
-        grad = compat.wrap_local(grad, param.tp_spec)
-    param.add_local_grad(grad)
-    return (None,)  # nothing is left to add to ``.grad``
-
-
-def _take_wide(param: WholeParam | None, used: Tensor) -> None:
-    grad = used.grad
-    used.grad = None  # the graph holds ``used``, and would hold its gradient
-    if param is not None and grad is not None:
-        param._add_wide(grad)
-        _notify(param)

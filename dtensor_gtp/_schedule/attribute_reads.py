@@ -28,7 +28,7 @@ from .._params.whole_param import WholeParam
 from .gathering import Gathering
 from .keep_and_free import Keeper
 from .reduce_gradients import Gradients
-from .saved_weights import SavedWeights
+from .saved_weights import SavedWeights, WeightUse
 
 
 class _Known(NamedTuple):
@@ -116,8 +116,7 @@ class AttributeReads:
         self._note_backward = note_backward
         self.frames: list[Frame] = []  # the innermost one is last
         self.in_backward = Frame()  # of reads in a backward outside of a recomputed forward
-        # Those of ended frames for which the running backward has gathered.
-        self.saved_in_backward: list[SavedWeights] = []
+        self.saved_in_backward: list[WeightUse] = []  # that the running backward has gathered for handles
         self.is_differentiated = False  # whether the outermost forward began with gradients enabled
         # Whether reads of this forward sum up bits, to find writes that leave no version. It costs
         # time.
@@ -128,17 +127,13 @@ class AttributeReads:
         read in it."""
         saved = None
         if saves_handles:
-            saved = SavedWeights(self._gathering, self._note_backward, self._note_saved)
+            saved = SavedWeights(self._gathering, self._note_backward, self.saved_in_backward)
         frame = Frame(saved)
         # First: if ``push`` is interrupted, whoever ends the frames finds this one.
         self.frames.append(frame)
         if saved is not None:
             saved.push()
         return frame
-
-    def _note_saved(self, saved: SavedWeights) -> None:
-        """A backward begins to gather for these handles."""
-        self.saved_in_backward.append(saved)
 
     def end(self, frame: Frame) -> None:
         """Release what the last frame holds; it stays in ``frames``. A second call does nothing."""
@@ -330,9 +325,8 @@ class AttributeReads:
         self._release_saved()
 
     def _release_saved(self) -> None:
-        for saved in self.saved_in_backward:
-            saved.release_all()
-        self.saved_in_backward.clear()
+        while self.saved_in_backward:  # handles that the backward did not need
+            self.saved_in_backward.pop().release(self._gathering)
 
     def _close(self, frame: Frame) -> None:
         # These refer to the buffers. A release poisons a buffer only if nobody else refers to it.

@@ -11,7 +11,6 @@ each block instead (``RegisterPostBackwardFunction``), through which inputs cann
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -68,10 +67,9 @@ class BlockUse:
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None and made:
             # An input may outlive this forward and its outputs: it must not keep them.
-            this = weakref.ref(self)
             # Where the block before made that node, this block ends before that one begins: else the weights of both
             # are in memory. A block that returns its input begins there itself.
-            compat.register_prehook(last, lambda grads: _end(this()), is_first=last not in begins)
+            compat.register_prehook(last, compat.weakly(self.end), is_first=last not in begins)
         elif last is not None:
             compat.register_prehook(last, self.end, is_first=True)
 
@@ -119,8 +117,3 @@ class BlockUse:
             self._runtime.lost_writes.check(self._group)
             self._runtime.gathering.release_block(self._group)
         self._runtime.grads.reduce_group(self._group)
-
-
-def _end(use: BlockUse | None) -> None:
-    if use is not None:  # else no backward can come through the outputs of that forward
-        use.end()

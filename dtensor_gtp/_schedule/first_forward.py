@@ -142,12 +142,9 @@ class Setup:
         self.reasons = (*why_groups, *reasons)
         self.schedule = self._grads.schedule = schedule
         self._passes.look_ahead(schedule)
-        groups: dict[int, Groups] = {}  # by mesh; to ask a mesh for its groups takes long
         # Making communicators is collective: all ranks go over ``params`` in one order.
         for param in progress.over(params):
-            if id(param.mesh) not in groups:
-                groups[id(param.mesh)] = self._comm.groups(param.mesh, schedule)
-            param.groups = groups[id(param.mesh)]
+            param.groups = self._comm.groups(param.mesh, schedule)
         self.prepare_gatherables()
         self.is_done = True  # last: after an error, the next forward tries again
 

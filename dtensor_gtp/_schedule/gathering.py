@@ -79,7 +79,8 @@ class Gathering:
     def acquire(self, target: Gatherable) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launch what the plan has next."""
         if self._grads.recording is not None:
-            return self._grads.recording.acquire(target)  # the graph of a block reads a fixed buffer
+            fixed: Gathered = self._grads.recording.acquire(target)  # the graph of a block reads a fixed buffer
+            return fixed
         comm = self._comm
         gathered = target.live
         if gathered is None or not target.weight.is_fresh(gathered):  # not fresh: its users go on with it
@@ -132,26 +133,19 @@ class Gathering:
         return gathered
 
     def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
-        """``op(input, full, *rest)`` with the full weight: ``using`` without the cost of a context."""
-        gathered = self.acquire(target)
-        try:
-            with profiler_range("GTP::compute", target.weight.fqn):
-                full = gathered.value
-                if gathered.unpack is not None:
-                    full = gathered.full
-                return op(input, full, *rest)
-        finally:
-            # The op may still run: see [Note: streams and memory] for why its input may be freed now.
-            self.release(target, gathered)
+        """``op(input, full, *rest)`` with the full weight."""
+        with self.using(target) as gathered:
+            return op(input, gathered.full, *rest)
 
     @contextmanager
-    def using(self, target: Gatherable) -> Iterator[Tensor]:
-        """A use that ends with the context. The context's value is the full weight."""
+    def using(self, target: Gatherable) -> Iterator[Gathered]:
+        """A use that ends with the context."""
         gathered = self.acquire(target)
         try:
             with profiler_range("GTP::compute", target.weight.fqn):
-                yield gathered.full
+                yield gathered
         finally:
+            # An op may still run: see [Note: streams and memory] for why its input may be freed now.
             self.release(target, gathered)
 
     def release(self, target: Gatherable, gathered: Gathered) -> None:
@@ -339,8 +333,7 @@ class Gathering:
             if target.weight.registration.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
                 continue
-            is_present = target.live or target.kept or target.pending
-            if not is_present or self._is_missing(chain, target, position):
+            if self._is_missing(chain, target, position):
                 missing.append(target)
         if missing:
             self._gather(missing)
@@ -358,17 +351,14 @@ class Gathering:
     def _gather(self, targets: Sequence[Gatherable]) -> None:
         """Launch one gather of shards that are present."""
         self._grads.launches.order.note("all_gather", targets)
-        # The quick way: no mode sees the ops, and nothing else has to be launched first.
-        if not (compat.num_dispatch_modes() or self.statistics.waiting or self.parts.weights):
-            gather.launch(targets, self._comm)
-            return
         # Policies of activation checkpointing see all ops, but a recomputation may launch other
         # gathers.
         with compat.unseen_by_checkpoint_policies():
             if self.parts.weights:
                 for target in targets:
                     self.parts.bring(gather.weights_of(target))
-            self.statistics.agree(targets)
+            if self.statistics.waiting:
+                self.statistics.agree(targets)
             gather.launch(targets, self._comm)
 
     def _gather_now(self, target: Gatherable) -> Gathered:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,23 +36,6 @@ _NOT_PACKED = 128 << 20
 WholeBucket = list[tuple[WholeParam, Tensor | None]]  # None: this rank has not used the parameter
 
 
-class UnequalReplicas(Protocol):
-    """Sums gradients with replicas that may have another number of ranks:
-    ``elastic.sync.ReplicaSync``."""
-
-    # Before a gradient of this model. Calls the ``settle`` of another model that had the last one.
-    def take_turn(self, settle: Callable[[], None]) -> None: ...
-    # The share of this replica's gradient in the sum over replicas.
-    def share(self, factor: float | None) -> float: ...
-    # A full gradient, for the average over this replica.
-    def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor: ...
-    # Reduced rows, which are accumulated later.
-    def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None: ...
-    def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None: ...
-    def finish(self) -> None: ...  # all sums, on the compute stream
-    def reset(self) -> None: ...  # forget gradients that are not summed yet
-
-
 @dataclass(eq=False, slots=True)
 class Gradient:
     """A gradient, with the settings of its submission: the user may change them for the next one."""
@@ -75,8 +58,8 @@ class ReductionLaunches:
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
         self.order = OrderOfLaunches()
-        # Set if the mesh is one of several replicas of unequal sizes.
-        self.replicas: UnequalReplicas | None = None
+        # An ``elastic.sync.ReplicaSync`` if the mesh is one of several replicas of unequal sizes.
+        self.replicas: Any = None
         self._block: object = None  # the recorded block whose backward submits gradients
         self._has_launched = False  # anything since that block's first gradient came
 
@@ -92,7 +75,7 @@ class ReductionLaunches:
             self._has_launched = False
 
     def take_turn(self, settle: Callable[[], None]) -> None:
-        """Call before each gradient, see ``UnequalReplicas``."""
+        """Call before each gradient, see ``ReplicaSync``."""
         if self.replicas is not None:
             self.replicas.take_turn(settle)
 
@@ -100,7 +83,8 @@ class ReductionLaunches:
         """The factor of a gradient of this rank in the sum over unequal replicas."""
         if self.replicas is None:
             return 1.0
-        return self.replicas.share(factor)
+        share: float = self.replicas.share(factor)
+        return share
 
     def launch(self, together: list[Gradient]) -> None:
         self.order.note("reduce_scatter", [gradient.weight.for_forward for gradient in together])
@@ -135,8 +119,7 @@ class ReductionLaunches:
 
     def can_pack(self, weight: Reducible, scale: collectives.ReduceScale) -> bool:
         """Whether ``launch`` packs and sends what a group gave."""
-        is_plain = weight.pending_grad.ring is None and scale.predivide is None
-        return is_plain and weight.groups.reduce_scatter == "ring" and self.replicas is None
+        return scale.predivide is None and weight.groups.reduce_scatter == "ring"
 
     def _launched(
         self,
@@ -316,7 +299,7 @@ class ReductionLaunches:
         sent = [*grads, used]
         marks = None
         if groups.scatter.size() > 1:
-            marks = self.order.marks(groups, used, dtype, is_recorded=comm.streams.is_capturing)
+            marks = self.order.marks(groups, used, dtype)
             if marks is not None:
                 sent.append(marks.values)
         flat = _flatten(sent, dtype)

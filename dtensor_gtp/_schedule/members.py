@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-import torch.nn as nn
+from typing import Any
 
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
@@ -13,20 +11,11 @@ from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 
 
-class Call(Protocol):
-    """One ``gtp_shard`` call."""
-
-    module: nn.Module
-    params: list[ManagedParam]
-    runtime: Any  # a ``Runtime``
-    arguments: Any  # a ``binding.Arguments``
-
-
 class Members:
     """All of them, in the order of the calls that registered them."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []  # that the runtime serves
+        self.calls: list[Any] = []  # each a ``binding.ShardGroup``: what the runtime serves
         self.weights: list[ShardedWeight] = []
         self.whole: list[WholeParam] = []
         self.groups: list[WeightGroup] = []

@@ -73,8 +73,6 @@ class OrderOfLaunches:
 
     def __init__(self) -> None:
         self._launches: dict[str, _Launches] = {}  # by the name of the group along gtp
-        # The last marks, with their code: a step is like the one before.
-        self._values: dict[str, tuple[int, Tensor]] = {}
         self._running: list[_Comparison] = []
 
     def note(self, kind: str, targets: Sequence[Gatherable]) -> None:
@@ -87,25 +85,17 @@ class OrderOfLaunches:
         launches.code = hash((launches.code, len(kind), *numbers))
         launches.last.append((kind, targets))
 
-    def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype, *, is_recorded: bool) -> Marks | None:
+    def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype) -> Marks | None:
         """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been
         launched since the last call. None if the sums would be too coarse, on all ranks alike. A
         graph sends marks, too: its peers may run eagerly."""
-        name = groups.scatter_name
         num_ranks = groups.scatter.size()
-        launches = self._launches.pop(name, None) or _Launches()  # the next call starts anew
+        launches = self._launches.pop(groups.scatter_name, None) or _Launches()  # the next call starts anew
         # Each of ``num_ranks`` additions rounds by up to ``num_ranks * eps / 2``. Together they
         # must not exceed the half of a rank by which ``check`` decides.
         if dtype.is_complex or num_ranks**2 * torch.finfo(dtype).eps > 1:
             return None
-        if is_recorded:  # a graph keeps addresses: it gets marks of its own
-            return Marks(launches, _signs(launches.code, like))
-        code, values = self._values.get(name, (0, like))
-        is_same = name in self._values and code == launches.code
-        if not is_same or values.dtype != like.dtype or values.device != like.device:
-            values = _signs(launches.code, like)
-            self._values[name] = launches.code, values
-        return Marks(launches, values)
+        return Marks(launches, _signs(launches.code, like))
 
     def compare(self, marks: Marks, sums: Tensor, mesh: DeviceMesh, groups: Groups) -> None:
         """Take the sums of ``marks`` over the gtp axis, on the current stream."""
@@ -168,18 +158,8 @@ class _Pass:
         self.number = number
         self.chain = chain
         self.planned = chain.plan.uses  # before the pass; the plan becomes its uses when it ends
+        self.uses = chain.observed  # grows with the pass; the next one has a list of its own
         self.written: dict[int, str] = {}  # names of weights, by position
-        self._uses: tuple[int, ...] | None = None  # once it has ended
-
-    def end(self) -> None:
-        self._uses = self.chain.plan.uses
-
-    @property
-    def uses(self) -> Sequence[int]:
-        """Its uses, as far as it is."""
-        if self._uses is None:
-            return self.chain.observed
-        return self._uses
 
 
 class PartedRanks:
@@ -210,10 +190,7 @@ class PartedRanks:
 
     def begin(self, chain: Chain) -> None:
         """A pass begins."""
-        if self._passes:
-            # Now: the same chain may run again, and would change the uses of the earlier pass.
-            self._passes[-1].end()
-        else:
+        if not self._passes:
             self._watch()  # not earlier: now all parameters are registered
         self._num_passes += 1
         self._passes.append(_Pass(self._num_passes, chain))

@@ -56,36 +56,21 @@ class Chain:
 
     def begin(self) -> None:
         """Start a pass. A pass that did not end (an exception) leaves the plan as it was."""
-        self._num_as_planned = 0  # uses before the first deviation
-        self._observed: list[int] | None = None  # all uses; None until the first deviation
-        self._cursors_after_deviation: dict[int, int] = {}
+        self.observed: list[int] = []  # the uses of this pass so far
+        self._cursors: dict[int, int] = {}  # how many uses of each lane happened or were left out
 
     def guess(self, blocks: Blocks, num_past: int = 0) -> None:
         """Expect these uses of lane 0 in a first pass, which has made the first ``num_past``."""
         self.may_guess = False
         self._guessed = blocks
         self.plan = Plan([use for block in blocks for use in block], self._traits(), self.window)
-        self._cursors_after_deviation = {0: num_past}
+        self._cursors = {0: num_past}
 
     def advance(self, use: int, lane: int = 0) -> Sequence[Launch] | None:
-        """Record a use. Gives the launches that follow it in the plan, or None if the plan did not
-        expect the use."""
-        if self._observed is None:
-            number = self._num_as_planned
-            plan = self.plan
-            expected, launches = plan.steps[number]  # ``steps`` ends with a None that never matches
-            if expected == use:
-                self._num_as_planned = number + 1
-                return launches
-            self._observed = list(plan.uses[:number])
-            self._cursors_after_deviation = plan.cursors(number)
-        return self._advance_in_lane(self._observed, use, lane)
-
-    def _advance_in_lane(self, observed: list[int], use: int, lane: int) -> Sequence[Launch] | None:
-        """After a deviation, or if lanes mix in another order: follow the plan in the lane of this
-        use alone."""
-        observed.append(use)
-        cursors = self._cursors_after_deviation
+        """Record a use, and follow the plan in its lane: ranks may mix lanes in other orders. Gives the launches that
+        follow the use in the plan, or None if the plan did not expect it."""
+        self.observed.append(use)
+        cursors = self._cursors
         cursor = cursors.get(lane, 0)
         uses = self.plan.uses_of.get(lane, ())
         if cursor < len(uses) and uses[cursor] == use:
@@ -109,20 +94,6 @@ class Chain:
                 blocks = []  # no guess any more
             self.guess(blocks, cursor + 1)
         return blocks is not None
-
-    @property
-    def _cursors(self) -> dict[int, int]:
-        """How many uses of each lane happened or were left out."""
-        if self._observed is None:
-            return self.plan.cursors(self._num_as_planned)
-        return self._cursors_after_deviation
-
-    @property
-    def observed(self) -> Sequence[int]:
-        """The uses of this pass so far."""
-        if self._observed is None:
-            return self.plan.uses[: self._num_as_planned]
-        return self._observed
 
     def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
         """Positions of later uses, in these lanes or all, whose weights should already be in memory

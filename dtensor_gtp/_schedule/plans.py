@@ -112,8 +112,6 @@ class Plan:
             for launch in _plan_launches(self.uses, self.lanes, traits, window, self.served):
                 self.launches[launch.step] += (launch,)
                 self._launch_of.update(dict.fromkeys(launch.positions, launch))
-        # Each use with the launches that follow it, and a final None that never matches.
-        self.steps = [*zip((*self.uses, None), (*self.launches[1:], ()), strict=True)]
 
     def first(self, lane: int) -> int | None:
         """The first use of the lane, if none of lane 0 comes before it."""
@@ -129,10 +127,6 @@ class Plan:
         if position is None or self.places[position][0] != lane:
             return None
         return self.uses[position]
-
-    def cursors(self, step: int) -> dict[int, int]:
-        """How many uses of each lane are among the first ``step``."""
-        return {lane: bisect_left(positions, step) for lane, positions in self.lanes.items()}
 
     def window(self, cursors: Mapping[int, int], lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
         """Positions of the uses to come, in these lanes or all, whose gathers have been launched:

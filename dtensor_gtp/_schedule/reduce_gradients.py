@@ -26,7 +26,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
-from .block_recording import BlockRecording, Written
+from .block_recording import Written
 from .launch_reductions import Gradient, ReductionLaunches, single
 from .waiting_gradients import fits, group_may_wait, may_wait
 
@@ -43,7 +43,7 @@ class Gradients:
         self._waiting: dict[str, list[Gradient]] = {}
         self._bundle: object | None = None  # of the running ``together``
         self._postponed: list[Callable[[], None]] | None = None  # jobs of the running ``postponing``
-        self.recording: BlockRecording | None = None  # set while a block is recorded
+        self.recording: Any = None  # a ``graphs.record_block.Recording`` while a block is recorded
         # Reductions of the runtime, when the last group had launched its own.
         self._num_launched = 0
 

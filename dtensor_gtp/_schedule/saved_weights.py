@@ -26,7 +26,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(eq=False)
-class _WeightUse:
+class WeightUse:
     """One weight in one frame: its handles, and the gather that serves them in backward."""
 
     weight: ShardedWeight
@@ -35,11 +35,17 @@ class _WeightUse:
     num_left: int = 0  # handles that the gather has yet to serve
     gathered: Gathered | None = None
 
+    def release(self, gathering: Gathering) -> None:
+        gathered = self.gathered
+        self.gathered = None
+        assert gathered is not None
+        gathering.release(self.weight.for_backward, gathered)
+
 
 class _Watched(NamedTuple):
     """A full weight, or one of the tensors that it consists of, and where that lies."""
 
-    use: _WeightUse
+    use: WeightUse
     part: str  # attribute of the weight; "" for the weight itself
     begin: int  # in its storage, in elements
     end: int
@@ -49,7 +55,7 @@ class _Watched(NamedTuple):
 class _Handle(NamedTuple):
     """Replaces a saved view of a full weight, or of one of its tensors."""
 
-    use: _WeightUse
+    use: WeightUse
     part: str  # as in ``_Watched``
     size: torch.Size
     stride: tuple[int, ...]
@@ -96,18 +102,14 @@ class _Saved(NamedTuple):
 class SavedWeights:
     """Saved-tensor hooks of one frame."""
 
-    def __init__(
-        self, gathering: Gathering, note_backward: Callable[[], None], note_gather: Callable[[SavedWeights], None]
-    ) -> None:
+    def __init__(self, gathering: Gathering, note_backward: Callable[[], None], in_use: list[WeightUse]) -> None:
         self._gathering = gathering
         self._note_backward = note_backward  # called before a backward gathers
-        # Called when a backward first gathers for handles: it releases them all when it ends.
-        self._note_gather = note_gather
+        self._in_use = in_use  # gathered by the running backward, which releases them when it ends
         # By address of the storage. Weights that are gathered side by side share a storage.
         self._watched: dict[int, list[_Watched]] = {}
         # The hooks that were active before. Other tensors go to them.
         self.outer: tuple[compat.PackHook, compat.UnpackHook] | None = None
-        self._in_use: list[_WeightUse] = []  # gathered by the running backward
 
     def push(self) -> None:
         self.outer = compat.top_saved_tensors_hooks()
@@ -126,7 +128,7 @@ class SavedWeights:
 
     def watch(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """From now until ``pop``, replace what autograd saves of ``gathered``."""
-        use = _WeightUse(weight, gathered.version)
+        use = WeightUse(weight, gathered.version)
         for name, part in _parts_of(gathered.contiguous()).items():
             watched = self._watched.setdefault(part.untyped_storage().data_ptr(), [])
             begin = int(part.storage_offset())
@@ -210,38 +212,25 @@ class SavedWeights:
             view = torch.as_strided(base, packed.size, packed.stride, begin + packed.offset).detach()
             packed.use.num_left -= 1
             if packed.use.num_left == 0:
-                self._release(packed.use)
+                self._in_use.remove(packed.use)
+                packed.use.release(self._gathering)
         if packed.dtensor_spec is None:
             return view
         return compat.wrap_local(view, packed.dtensor_spec)
 
-    def _gathered_for(self, use: _WeightUse) -> Gathered:
+    def _gathered_for(self, use: WeightUse) -> Gathered:
         """Gather the weight for the first of its handles, and hold it until the last one is unpacked."""
         if use.gathered is None:
             check_unmodified(use.weight, use.version)
             # Not where code looks at ``grad_fn._saved_*`` outside of a backward: that unpacks, too.
             if compat.current_graph_task_id() != -1:
                 self._note_backward()
-                if not self._in_use:
-                    self._note_gather(self)
             use.gathered = self._gathering.acquire(use.weight.for_backward)
             use.num_left = use.num_saved
             self._in_use.append(use)
         else:
             self._gathering.share(use.gathered)
         return use.gathered
-
-    def _release(self, use: _WeightUse) -> None:
-        gathered = use.gathered
-        use.gathered = None
-        self._in_use.remove(use)
-        if gathered is not None:
-            self._gathering.release(use.weight.for_backward, gathered)
-
-    def release_all(self) -> None:
-        """Called at the end of a backward: release weights with handles that it did not need."""
-        for use in list(self._in_use):  # a copy, because ``_release`` removes from it
-            self._release(use)
 
 
 # Autograd calls the hooks while torch.compile traces a module. It must not trace them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -30,6 +31,19 @@ def ignored_saved_weight() -> object:
     if node is None or not node.name().startswith("ConvolutionBackward") or node.next_functions[0][0] is not None:
         return None
     return getattr(node._raw_saved_weight, "data", None)  # type: ignore[attr-defined]
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method as long as its object lives. For hooks that autograd owns, where the garbage collector does
+    not see them: they must not keep the object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        if (found := reference()) is not None:
+            return found(*args)
+        return None
+
+    return call
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

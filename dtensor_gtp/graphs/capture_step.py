@@ -34,7 +34,6 @@ A replay runs none of the runtime's Python code. So:
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -183,10 +182,10 @@ class CapturedStep(Generic[P, R]):
         self._device = around.runtimes[0].device
         self._calls: KnownCalls[RecordedStep] = KnownCalls(warmup_steps, max_graphs)
         self._num_unlike = 0  # eager steps in a row that were like none before
-        this = weakref.ref(self)  # an optimizer may live longer than the graphs
+        reset = compat.weakly(self.reset)  # an optimizer may live longer than the graphs
         for optimizer in around.optimizers:
             # Loaded states have other addresses.
-            optimizer.register_load_state_dict_post_hook(lambda _: _reset(this()))
+            optimizer.register_load_state_dict_post_hook(lambda _: reset())
 
     @property
     def num_graphs(self) -> int:
@@ -351,8 +350,3 @@ def check_inputs(leaves: list[Any], device: torch.device) -> None:
         if isinstance(leaf, Tensor) and leaf.requires_grad:  # a graph knows the leaf of its recording alone
             what = f"one of shape {tuple(leaf.shape)} does"
             raise ValueError(f"A captured step expects inputs that need no gradient, but {what}. Pass it detached.")
-
-
-def _reset(captured: CapturedStep[Any, Any] | None) -> None:
-    if captured is not None:  # None: the captured step is gone, the optimizer is not
-        captured.reset()

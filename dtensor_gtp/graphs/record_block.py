@@ -43,8 +43,7 @@ logger = logging.getLogger("dtensor_gtp")
 
 
 class Recording:
-    """Takes the place of gathers and reductions while a pass of a block is recorded, see
-    ``BlockRecording``."""
+    """Takes the place of gathers and reductions while a pass of a block is recorded."""
 
     def __init__(self) -> None:
         self.used: list[ShardedWeight] = []  # for each use

@@ -107,7 +107,8 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
     if not torch.is_grad_enabled() and weight.tp_spec is None and weight.form.wire is None:
         bias = _bias(linear, binding)
         pairs = zip(hidden.split(_EVALUATED_TOKENS), targets.split(_EVALUATED_TOKENS), strict=True)
-        with runtime.gathering.using(weight.for_forward) as full:
+        with runtime.gathering.using(weight.for_forward) as gathered:
+            full = gathered.full
             return torch.cat([_cross_entropy(F.linear(h, full, bias), t, label_smoothing) for h, t in pairs])
     # A bias that nobody manages needs this rank's tokens over the whole vocabulary, which an exchange does not have.
     if "bias" in binding.params:

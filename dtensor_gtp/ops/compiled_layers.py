@@ -20,7 +20,7 @@ from ..quant.planes import Direction
 from .compiled_weight import CompiledWeight, gradient_of, handles, show_to_policies
 from .embedding import embedding_grad, exchanged_ids, exchanged_lookup
 from .grouped import add_bias, multiply, reduce_wgrad
-from .linear import check_float8_input, dgrad, float8_dgrad, float8_wgrad, parallel_plan, using_quantized, wgrad
+from .linear import check_float8_input, dgrad, float8_dgrad, float8_wgrad, parallel_plan, wgrad
 
 
 def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor:
@@ -107,8 +107,8 @@ def _float8_linear(
     input: Tensor, leaf: Tensor, casts: list[Tensor], handle: Tensor, out_features: int, gemms: str
 ) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    with using_quantized(runtime, weight.for_forward) as quantized:
-        output = gemms_of_name(gemms).output(casts, quantized, weight.compute_dtype)
+    with runtime.gathering.using(weight.for_forward) as gathered:
+        output = gemms_of_name(gemms).output(casts, gathered.for_gemms(), weight.compute_dtype)
     return output.view(*input.shape[:-1], out_features)
 
 
@@ -172,7 +172,7 @@ def _float8_backward(
     if for_wgrad and float8.high_precision_wgrad:
         job = partial(wgrad, runtime, weight, *for_wgrad)
     elif for_wgrad:
-        job = partial(float8_wgrad, runtime, weight, float8, for_wgrad)
+        job = partial(float8_wgrad, runtime, weight, float8, lambda: for_wgrad)
     if casts:
         product = partial(float8_dgrad, runtime, weight, float8, casts)
     return _gradients(job, product, runtime, weight, leaf, dtype)

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
-from .._params.refusals import check_unmodified, refuse_partial_recording
+from .._params.refusals import check_unmodified, wants_wgrad
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
-from ..quant.grouped_gemms import GroupedGEMMs
+from ..quant.grouped_gemms import GroupedGEMMs, group_of_rows
 from ..quant.master import for_product
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe, gemms_of
-from .linear import using_quantized
 
 Weights = tuple[ShardedWeight, ...]  # of one layer
 
@@ -65,13 +64,10 @@ def add_bias(output_TN: Tensor, bias_GN: Tensor | None, ends_G: Tensor, scales_T
     """Add to each row of a group the group's bias, times the row's scale."""
     if bias_GN is None:
         return output_TN
-    rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
-    # The group of each row; for rows beyond the last one any will do.
-    bias_TN = bias_GN[torch.searchsorted(ends_G, rows, right=True).clamp_(max=bias_GN.shape[0] - 1)]
+    bias_TN = bias_GN[group_of_rows(ends_G, output_TN.shape[0])]
     if scales_T is not None:
         bias_TN = bias_TN * scales_T.unsqueeze(-1).to(bias_TN.dtype)
-    # Rows beyond the last group stay zeros.
-    return torch.where((rows < ends_G[-1]).unsqueeze(-1), output_TN + bias_TN, 0)
+    return _without_tail(output_TN + bias_TN, ends_G)
 
 
 def grouped_mm(x_TK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
@@ -147,13 +143,13 @@ def multiply(rows: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights, d
     else:
         targets = [weight.for_backward for weight in weights]
     with ExitStack() as stack:  # releases all weights after the product
+        gathered = [stack.enter_context(runtime.gathering.using(target)) for target in targets]
         if gemms is not None:
-            operand: Any = stack.enter_context(using_quantized(runtime, targets[0]))
+            operand: Any = gathered[0].for_gemms()
         elif len(weights[0].layout.shape) == 3:
-            operand = stack.enter_context(runtime.gathering.using(targets[0]))
+            operand = gathered[0].full
         else:
-            fulls = [stack.enter_context(runtime.gathering.using(target)) for target in targets]
-            operand = stacked(fulls)
+            operand = stacked([each.full for each in gathered])
         return _product(rows, operand, ends_G, direction, gemms, weights[0].compute_dtype)
 
 
@@ -227,13 +223,10 @@ class _ShardedGroupedMM(torch.autograd.Function):
         runtime.note_backward()
         x_TK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
-        awaited = [False] * len(weights)
-        for index, weight in enumerate(weights):
-            if ctx.needs_input_grad[4 + index]:
-                # Counts tensors only: x, ends, leaves.
-                awaited[index] = compat.is_awaited(ctx, 2 + index)
-                if not awaited[index]:
-                    refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
+        awaited = [
+            ctx.needs_input_grad[4 + index] and wants_wgrad(ctx, 2 + index, weight, runtime.comm.streams)
+            for index, weight in enumerate(weights)  # 2: only x and ends are tensors before the leaves
+        ]
         job = None
         if any(awaited):  # a stage of a pipeline may put it off
             args = (runtime, weights, awaited, grad_TN, x_TK, ends_G)

@@ -11,8 +11,8 @@ lookup on an ``UngatheredWeight``: if the output was saved, the recomputation do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,12 +23,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
-from .._params.refusals import check_differentiable, check_unmodified, refuse_partial_recording
-from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.refusals import check_differentiable, check_unmodified, wants_wgrad
+from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs, Tensors
-from ..quant.planes import Quantized
 
 
 def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
@@ -89,8 +88,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     weight: ShardedWeight
     gemms: Float8GEMMs | None
     runtime, weight, version, gemms = ctx.use
-    needs_input, _, needs_bias, *_ = ctx.needs_input_grad
-    needs_weight = _needs_wgrad(ctx)
+    needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    needs_weight = needs_weight and wants_wgrad(ctx, 1, weight, runtime.comm.streams)
     runtime.note_backward()
     input, *known = ctx.saved_tensors
     grads = runtime.grads
@@ -106,13 +105,17 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         job = partial(grads.compute, wgrad, runtime, weight, grad_MN, as_matrix(input))
         if is_wgrad_quantized:
             cast = partial(gemms.cast_wgrad, grad_MN, as_matrix(input), casts, known)
-            job = partial(grads.compute, _cast_and_wgrad, runtime, weight, gemms, cast)
+            job = partial(grads.compute, float8_wgrad, runtime, weight, gemms, cast)
+        if torch.is_grad_enabled():
+            job = torch.no_grad()(job)  # a gradient in ``.grad`` is a constant, see ``publish``
     if needs_input:
         # Dgrad alone reads the weight again.
         check_unmodified(weight, version)
         product = partial(dgrad, runtime, weight, grad_output)
         if gemms is not None:
             product = partial(float8_dgrad, runtime, weight, gemms, casts)
+        elif torch.is_grad_enabled():
+            product = partial(_dgrad_in_graph, runtime, weight, grad_output)
     grad_input = grads.in_order(job, product)
     if grad_input is not None and gemms is not None:
         grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
@@ -122,37 +125,10 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_input, None, grad_bias, None, None
 
 
-def _needs_wgrad(ctx: Any) -> bool:
-    """Whether a backward computes the gradient of the weight."""
-    if not ctx.needs_input_grad[1]:
-        return False
-    if compat.is_awaited(ctx, 1):
-        return True
-    # ``torch.autograd.grad`` and ``backward(inputs=...)`` may ask for other gradients alone.
-    runtime, weight, *_ = ctx.use
-    refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
-    return False
-
-
-def _backward_in_graph(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """As ``_backward``, for ``create_graph=True``: by ops that autograd can differentiate. Their graph keeps the full
-    weight."""
-    runtime, weight, version, _ = ctx.use
-    needs_input, _, needs_bias, *_ = ctx.needs_input_grad
-    runtime.note_backward()
-    if _needs_wgrad(ctx):
-        input, *_ = ctx.saved_tensors
-        with torch.no_grad():  # a gradient in ``.grad`` is a constant, see ``publish``
-            runtime.grads.compute(wgrad, runtime, weight, as_matrix(grad_output), as_matrix(input))
-    grad_input = None
-    if needs_input:
-        check_unmodified(weight, version)
-        full, _ = runtime.reads.value_in_passing(weight)
-        grad_input = torch.matmul(grad_output, full)
-    grad_bias = None
-    if needs_bias:
-        grad_bias = as_matrix(grad_output).sum(0)
-    return grad_input, None, grad_bias, None, None
+def _dgrad_in_graph(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor) -> Tensor:
+    """For ``create_graph=True``: autograd can differentiate it. The graph keeps the full weight."""
+    full, _ = runtime.reads.value_in_passing(weight)
+    return torch.matmul(grad_output, full)
 
 
 _backward_once = compat.once_differentiable(_backward)
@@ -163,14 +139,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():  # without ``create_graph``
-            return _backward(ctx, grad_output)
-        _, weight, _, gemms = ctx.use
-        # Autograd knows no ops of float8, and the local weight of tensor parallelism is a part.
-        is_plain = gemms is None and weight.tp_spec is None and weight.for_backward is weight.for_forward
-        if is_plain:
-            return _backward_in_graph(ctx, grad_output)
-        return _backward_once(ctx, grad_output)
+        if torch.is_grad_enabled():  # with ``create_graph``
+            _, weight, _, gemms = ctx.use
+            # Autograd knows no ops of float8, and the local weight of tensor parallelism is a part.
+            if gemms is not None or weight.tp_spec is not None or weight.for_backward is not weight.for_forward:
+                return _backward_once(ctx, grad_output)
+        return _backward(ctx, grad_output)
 
 
 _apply_linear = compat.quick_apply(_Linear)
@@ -184,8 +158,8 @@ def dgrad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor) -> Tenso
 
 def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, casts: Tensors) -> Tensor:
     """``casts`` are those of ``gemms.cast_grad``. Shape ``(M, K)``."""
-    with using_quantized(runtime, weight.for_backward) as quantized:
-        return gemms.grad_input(casts, quantized, weight.compute_dtype)
+    with runtime.gathering.using(weight.for_backward) as gathered:
+        return gemms.grad_input(casts, gathered.for_gemms(), weight.compute_dtype)
 
 
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
@@ -233,24 +207,9 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _cast_and_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, cast: Callable[[], Tensors]) -> None:
-    float8_wgrad(runtime, weight, gemms, cast())
-
-
-def float8_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, casts: Tensors) -> None:
-    """``casts`` are those of ``gemms.cast_wgrad``."""
-    runtime.grads.add_full(weight, gemms.grad_weight(casts, weight.reduce_dtype), is_owned=True)
-
-
-@contextmanager
-def using_quantized(runtime: Runtime, target: Gatherable) -> Iterator[Quantized]:
-    """A use of a weight in the form in which it was gathered."""
-    gathered = runtime.gathering.acquire(target)
-    try:
-        assert gathered.quantized is not None
-        yield gathered.quantized()
-    finally:
-        runtime.gathering.release(target, gathered)
+def float8_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, cast: Callable[[], Tensors]) -> None:
+    """``cast`` makes what ``gemms.cast_wgrad`` does."""
+    runtime.grads.add_full(weight, gemms.grad_weight(cast(), weight.reduce_dtype), is_owned=True)
 
 
 def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> tuple[Tensor, Tensors]:
@@ -258,8 +217,8 @@ def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) ->
     gather, which they help to hide."""
     assert weight.form.gemms is not None
     casts = weight.form.gemms.cast_input(input_MK)  # before the wait
-    with using_quantized(runtime, weight.for_forward) as quantized:
-        return weight.form.gemms.output(casts, quantized, weight.compute_dtype), casts
+    with runtime.gathering.using(weight.for_forward) as gathered:
+        return weight.form.gemms.output(casts, gathered.for_gemms(), weight.compute_dtype), casts
 
 
 class UngatheredWeight(Tensor):
@@ -301,7 +260,7 @@ class UngatheredWeight(Tensor):
             return func(*real[0], **real[1])
 
     def _gathered(self, stack: ExitStack) -> Tensor:
-        full = stack.enter_context(self._runtime.gathering.using(self._weight.for_forward))
+        full = stack.enter_context(self._runtime.gathering.using(self._weight.for_forward)).full
         if self._is_transposed:
             full = full.t()
         return full

@@ -228,7 +228,7 @@ def test_a_recording_of_a_block_that_is_interrupted_at_once_releases_nothing_of_
     with pytest.raises(KeyboardInterrupt), interrupted, reads.apart(is_forward=True):
         pass
     assert reads.saved_in_backward == [of_others]
-    of_others.release_all.assert_not_called()
+    of_others.release.assert_not_called()
 
 
 @pytest.fixture

@@ -405,7 +405,9 @@ class TestHeldWeights(TestCase):
                 for step in range(len(uses) + 1):
                     used = set(uses[:step])
                     there = set(kept - used if is_backward else kept & used)
-                    for positions in plan.window(plan.cursors(step)):
+                    for positions in plan.window(
+                        {lane: sum(p < step for p in places) for lane, places in plan.lanes.items()}
+                    ):
                         there.update(uses[position] for position in positions)
                     there.update(uses[begin] for begin, end in plan.stays.items() if begin < step <= end)
                     self.assertEqual(held.between[step], sum(nbytes[use] for use in there))

@@ -66,7 +66,8 @@ class TestGathered(GlooTest):
         recipe = type(weight.form.wire.recipe)
         target = weight.for_forward if direction is Direction.ROWWISE else weight.for_backward
         watched = mock.patch.object(recipe, "dequantize", autospec=True, side_effect=recipe.dequantize)
-        with watched as dequantize, runtime.gathering.using(target) as whole:
+        with watched as dequantize, runtime.gathering.using(target) as gathered:
+            whole = gathered.full
             return dequantize.call_args.args[1], whole.clone()
 
     def _check(self, model: nn.Module, recipe: Recipe, names: list[str]) -> None:
