@@ -65,7 +65,8 @@ def gtp_shard(
     ``torch.distributed.checkpoint`` work. Create the optimizer after this call.
 
     Each use of a weight is a collective: all ranks of the mesh must run the same modules in the same order. A rank that
-    has no data for a module, such as an expert that gets no token, runs it on an empty input.
+    has no data for a module, such as an expert that gets no token, runs it on an empty input. This call is a
+    collective, too: on GPUs it connects the ranks of models with small blocks, so that the first step need not.
 
     Args:
         module: Any module, on CPU, on the mesh's device or on the meta device. Parameters may be
