@@ -17,6 +17,7 @@ NO_PATH = (
     "has ended: start without a checkpoint then."
 )
 _MOST_NAMED = 5
+_STATE = re.compile(r"(.*\.)?state\.(?P<param>.+)\.\w+")  # of an optimizer, as get_state_dict names it
 _NUMBERED = re.compile(r"(?P<outer>.*\.)?state\.\d+\.\w+")  # as optimizer.state_dict() names its states
 
 
@@ -34,6 +35,11 @@ def missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
         return (
             f"{text} optimizer.state_dict() numbers its states, but the checkpoint names them: pass what "
             "get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict returns."
+        )
+    if state := _STATE.fullmatch(keys[0]):
+        return (
+            f"{text} '{state['param']}' had no gradient before the save, or was not there. If it was, pass "
+            "allow_partial_load=True and remove from optimizer.state what torch has made for it, as after one step."
         )
     return f"{text} Build the model that was saved, or pass allow_partial_load=True to keep the values of now."
 

@@ -82,11 +82,11 @@ RUNTIME = {
             "test_other_gradients_end_the_wait"),
     "gradients that arrive after the backward of their block are lost":
         Bug("Runtime._finish_blocks", never("group.pending_grad.have_arrived"), "test_weights_that_other_code_reads"),
-    "ranks do not agree on which weights of a block get gradients":
-        Bug("agree_on_gradients", assign("found", "chain.from_iterable(known)"),
-            "test_ranks_that_use_different_weights_of_a_block"),
-    "weights of a block that no rank uses are sent in each step":
-        Bug("Gradients.complete", drop("agree_on_gradients"), "test_a_weight_that_no_rank_uses_is_sent_once"),
+    "a rank does not say that it has no gradient of a weight of a block":
+        Bug("GroupGradients.take", drop("zero_"), "test_ranks_change_what_they_use"),
+    "sums of a block are not laid out for weights that are trained later":
+        Bug("GroupGradients.reduce_only", assign("self.unsharded", "self.unsharded"),
+            "test_weights_are_frozen_unfrozen_and_used_for_the_first_time_in_one_accumulation"),
     "a pass without uses is guessed again":
         Bug("Chain.end", drop("self.may_guess = False"), "test_only_a_first_pass_is_guessed"),
     "a wrong guess is followed to its end":

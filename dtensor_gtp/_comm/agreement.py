@@ -207,11 +207,6 @@ def _code_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # fits into int64
 
 
-def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:
-    """Of each of these facts whether it holds on any rank of ``mesh``. The host waits for the answer."""
-    return [flag > 0 for flag in highest_of(found, _groups_of(mesh), device).tolist()]
-
-
 def highest_of(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> Tensor:
     """The highest value of any rank at each place. Collective over ``groups``, one for each axis of
     a mesh."""

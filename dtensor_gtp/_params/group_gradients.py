@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._comm.agreement import any_rank_has
 from .gradient import PendingGradient, as_dense
 from .group_memory import ALIGNMENT, GroupLeaves
 from .layout import WeightLayout
@@ -26,7 +23,7 @@ class GroupGradients(PendingGradient):
         super().__init__()
         self.leaves = leaves
         self.dtype = dtype  # in which they are sent
-        # That get gradients on any rank, or that may get some.
+        # That are trained, or were trained in an earlier microbatch.
         self.weights: list[ShardedWeight] = []
         # That were trained since gradients moved into ``.grad``.
         self.owed: set[ShardedWeight] = set()
@@ -34,9 +31,7 @@ class GroupGradients(PendingGradient):
         self._used: set[ShardedWeight] = set()
         # Ids of the leaves to which the running backward is confined; None: all.
         self.asked_for: set[int] | None = None
-        self.is_agreed = False  # whether all ranks know which members get gradients
-        # From before weights were frozen, for gradients of earlier microbatches.
-        self._is_layout_old = False
+        self._are_more = False  # whether ``weights`` may have more than those that are trained now
         self.layout: WeightLayout  # of the packed gradients
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
         self.mesh = self._all[0].mesh
@@ -62,9 +57,8 @@ class GroupGradients(PendingGradient):
         if self._all_used.dtype != self.leaves.dtype or not self._all_used.numel():
             with torch.inference_mode(False):
                 self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=self.device)
-        if before:
-            self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
-            self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
+        self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
+        self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
 
     def _laid_out_anew(
         self, total: Tensor | None, weights: list[ShardedWeight], numels: list[int], num_rows: int
@@ -89,26 +83,6 @@ class GroupGradients(PendingGradient):
         return any(self.leaves.by_member[weight].grad is not None for weight in self._all)
 
     @property
-    def have_new(self) -> bool:
-        """Whether a weight got a gradient that is not known to get one."""
-        others = set(self._all).difference(self.weights)
-        return any(self.leaves.by_member[weight].grad is not None for weight in others)
-
-    @property
-    def must_agree(self) -> bool:
-        """Whether the weights that are laid out may not be those of other ranks, or not all."""
-        return self.have_new or (self._is_layout_old and not self.is_agreed)
-
-    @property
-    def known(self) -> list[bool]:
-        """For each member whether it gets gradients, as far as this rank knows."""
-        known = self._used
-        if self.is_agreed:
-            known = set(self.weights)
-        leaves = self.leaves.by_member.items()
-        return [member in known or leaf.grad is not None for member, leaf in leaves]
-
-    @property
     def is_left_out(self) -> bool:
         """Whether the running backward is confined to other parameters, on all ranks."""
         asked = self.asked_for
@@ -116,23 +90,15 @@ class GroupGradients(PendingGradient):
             return False
         return not any(id(leaf) in asked for leaf in self.leaves.by_member.values())
 
-    def agree(self, found: Sequence[bool]) -> None:
-        """All ranks know which members get gradients."""
-        used = [member for member, is_used in zip(self.leaves.by_member, found, strict=True) if is_used]
-        weights = [member for member in used if isinstance(member, ShardedWeight)]
-        if weights != self.weights:
-            self.reduce_only(weights)
-        self.is_agreed = True
-
-    def note_frozen(self, is_frozen: bool) -> None:
-        """At the start of a forward or a backward; ``is_frozen`` if members were frozen or unfrozen
+    def note_switched(self, have_switched: bool) -> None:
+        """At the start of a forward or a backward; ``have_switched`` if members were frozen or unfrozen
         since the last one."""
-        self.is_agreed = self.is_agreed and not is_frozen
-        self._is_layout_old = self._is_layout_old or is_frozen
-        if self._is_layout_old and not self.owed:
-            # Otherwise sums and gradients in flight have this layout.
-            self.is_agreed = self._is_layout_old = False
-            self.reduce_only(weight for weight in self._all if weight.param.requires_grad)
+        if have_switched or self._are_more:
+            # Sums of earlier microbatches may have gradients of weights that are frozen by now.
+            weights = [weight for weight in self._all if weight.param.requires_grad or weight in self.owed]
+            if weights != self.weights:
+                self.reduce_only(weights)
+            self._are_more = bool(self.owed)
 
     def take(self) -> list[Tensor]:
         """Take the gradients from the leaves, zeros where there is none, and the marks.
@@ -203,21 +169,6 @@ class GroupGradients(PendingGradient):
         self._used.clear()
         for leaf in self.leaves.by_member.values():
             leaf.grad = None
-
-
-def agree_on_gradients(of_groups: Sequence[GroupGradients]) -> None:
-    """Tell all ranks of each mesh which weights get gradients on any of them. Later backwards leave out the others,
-    which have no gradient, as in one process."""
-    by_mesh: dict[DeviceMesh, list[GroupGradients]] = {}
-    for grads in of_groups:
-        by_mesh.setdefault(grads.mesh, []).append(grads)
-    for mesh, members in by_mesh.items():
-        known = [grads.known for grads in members]
-        found = iter(any_rank_has([*chain.from_iterable(known)], mesh, members[0].device))
-        for grads, of_group in zip(members, known, strict=True):
-            on_any_rank = [*islice(found, len(of_group))]
-            if any(on_any_rank):  # else the next backward says more
-                grads.agree(on_any_rank)
 
 
 def pack(taken: list[Tensor], world: int, buffer: Tensor) -> None:

@@ -354,7 +354,9 @@ class ManagedParam:
     def begin_forward(self, is_captured: bool) -> None:
         """Follow what the user has changed since the last pass, or raise a RuntimeError if that is
         not possible."""
-        for module, name in self.registration.sites:
+        sites = self.registration.sites
+        others: list[nn.Module] = []  # that have another parameter by now
+        for module, name in sites:
             if name not in module._parameters:
                 raise RuntimeError(
                     f"Parameter '{self.fqn}' was removed from its module, but {self._expected}: "
@@ -362,6 +364,15 @@ class ManagedParam:
                     "parameters in its place, which gtp_shard does not shard. Change the module "
                     "before gtp_shard."
                 )
+            if module._parameters[name] is not self.param:
+                others.append(module)
+        # If all have, as after ``to_empty``, the one that is used first becomes that of all.
+        if 0 < len(others) < len(sites) and not self.registration.is_cut_again:
+            raise RuntimeError(
+                f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} is tied, but one of its modules, a "
+                f"{type(others[0]).__name__}, got another parameter after gtp_shard (rank {dist.get_rank()}). Untie "
+                "parameters before gtp_shard, or replace all of them."
+            )
         self.check_memory()
         param = self.param
         if self.gradient.wide is not None:

@@ -226,7 +226,7 @@ class WeightGroup:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward may reduce gradients of it."""
-        return bool(self.pending_grad.weights) or any(weight.param.requires_grad for weight in self.weights)
+        return bool(self.pending_grad.weights)
 
     @property
     def has_parts(self) -> bool:
@@ -281,7 +281,7 @@ class WeightGroup:
                     member.follow_frozen()
                     leaf.requires_grad_(member.param.requires_grad)
             self._were_trained = self.leaves.are_trained
-        self.pending_grad.note_frozen(have_switched)
+        self.pending_grad.note_switched(have_switched)
 
     def begin_backward(self) -> None:
         """A forward in between may have followed a freeze that the user has taken back."""

@@ -20,7 +20,7 @@ from .._comm import collectives
 from .._comm.context import CommContext
 from .._comm.debug import poison
 from .._comm.reductions import can_travel_together, sum_dtype
-from .._params.group_gradients import agree_on_gradients, pack
+from .._params.group_gradients import pack
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
@@ -102,7 +102,7 @@ class Gradients:
             return self.recording.target(single(weight)), False
         self._comm.streams.note_compute()  # the reduction has to wait for this stream, too
         total = weight.pending_grad.unsharded
-        if total is not None:
+        if total is not None and not _is_frozen(weight):
             self._comm.streams.note_reading_earlier((total,))  # another stream may have added to it last
             return total, True
         ring = weight.pending_grad.ring
@@ -172,13 +172,8 @@ class Gradients:
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
         grads = group.pending_grad
-        if not group.has_gradient or grads.is_left_out:
+        if not grads.weights or grads.is_left_out:
             return
-        if grads.must_agree:
-            self.settle()  # what was packed before has the layout of the weights that were known then
-            agree_on_gradients([grads])
-        if not grads.weights:
-            return  # until now whole parameters alone have gradients
         is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
         scale = self._scale(group)
         if not is_sum and self.launches.can_pack(group, scale):
@@ -224,13 +219,11 @@ class Gradients:
         if self.recording is not None:
             self.recording.submit(single(weight), buffer)
             return
-        flags = weight.flags
-        is_frozen = isinstance(weight, ShardedWeight) and not weight.param.requires_grad
-        if is_frozen and weight.pending_grad.unsharded is not buffer:
+        if _is_frozen(weight):
             if weight.pending_grad.ring is not None:
                 weight.pending_grad.ring.withdraw()  # nobody fills the place that was offered
             return  # autograd, too, skips a leaf that was frozen after its forward
-        if not flags.sends_at_once:
+        if not weight.flags.sends_at_once:
             weight.pending_grad.unsharded = buffer  # kept until ``_send``
             return
         self._send(weight, buffer)
@@ -342,7 +335,7 @@ class Gradients:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what
         follows a reduce-scatter. They have the dtype of the sum or a wider one, and nothing else
         reads them."""
-        if isinstance(weight, ShardedWeight) and not weight.param.requires_grad:
+        if _is_frozen(weight):
             return  # as in ``submit``
         flags = weight.flags
         scale = self._scale(weight)
@@ -404,12 +397,8 @@ class Gradients:
         is_recorded = self._comm.streams.is_capturing
         for param in params:
             param.gradient.publish(param.fqn, param.flags.all_reduce_hook, is_recorded=is_recorded)
-        of_groups = [group.pending_grad for group in groups]
-        # A recording cannot ask.
-        if not is_recorded and any(grads.owed and not grads.is_agreed for grads in of_groups):
-            agree_on_gradients(of_groups)  # all, so that what ranks compare has one size
-        for grads in of_groups:
-            grads.settle()
+        for group in groups:
+            group.pending_grad.settle()
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
@@ -417,3 +406,8 @@ class Gradients:
         self._comm.abandon()
         if self.launches.replicas is not None:
             self.launches.replicas.reset()
+
+
+def _is_frozen(weight: Reducible) -> bool:
+    """Whether a single weight is. A group has left out the gradients of those that are."""
+    return isinstance(weight, ShardedWeight) and not weight.param.requires_grad

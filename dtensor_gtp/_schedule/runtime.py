@@ -377,10 +377,11 @@ class Runtime:
     def _finish_blocks(self) -> None:
         """At the end of a backward: reduce what has arrived late, and free the blocks."""
         for group in self.members.groups:
-            group.in_backward.uses.clear()  # forwards whose ``BlockUse.end`` has not come
+            has_begun = bool(group.in_backward.uses)  # in a forward whose ``BlockUse.end`` has not come
+            group.in_backward.uses.clear()
             self.lost_writes.check(group)
             self.gathering.release_block(group)
-            if group.pending_grad.have_arrived:
+            if has_begun or group.pending_grad.have_arrived:  # on other ranks gradients may have arrived
                 self.grads.reduce_group(group)
 
     def drop_broken_backward(self) -> None:

@@ -36,6 +36,11 @@ class TestMissingKeys(unittest.TestCase):
                 ("nested", state, r"'0.weight', did you mean 'model.0.weight'\?.*saved as {\"model\": ...}"),
                 ("bare", {"model": state}, r"'model.0.weight', did you mean '0.weight'\?.*load the inner dict"),
                 ("nested", {"model": deeper}, r"'model.net.0.weight', did you mean 'model.0.weight'\?"),
+                (
+                    "nested",
+                    {"optim": {"state": {"0.weight": {"step": 1}}}},
+                    "'0.weight' had no gradient .* optimizer.state",
+                ),
                 ("nested", {"model": state, "stepp": 0}, "'stepp', did you mean 'step'.*allow_partial_load=True"),
             ):
                 with self.assertRaisesRegex(RuntimeError, told) as raised:

@@ -192,6 +192,21 @@ class TestFreezing(PairTest):
                 loss.backward()
             self.check_grads(pair)
 
+    def test_frozen_between_forward_and_backward_of_the_last_microbatch(self) -> None:
+        """Its gradients are dropped, those of the earlier one are not."""
+        names = "first.", "blocks.0.", "blocks.1.up"
+        for pair in self.pairs():
+            pair[0].set_requires_gradient_sync(False)
+            self.run_both(pair, seed=1)
+            pair[0].set_requires_gradient_sync(True)
+            losses = self.run_both(pair, lambda each, x: mean(each(x)), seed=2)
+            set_trained(pair, names, False)
+            for loss in losses:
+                loss.backward()
+            self.check_grads(pair)
+            set_trained(pair, names, True)
+            self.check(pair)
+
     def test_frozen_for_a_forward_in_between(self) -> None:
         """As adapters that are off while a reference model runs, and a discriminator while the generator trains. In the
         middle of microbatches, too, of which one was frozen. Some weights of a block, and all."""

@@ -226,3 +226,77 @@ class TestWhatStaysAnError(GlooTest):
         model(make_rows(0), ALL_HEADS).backward()
         with self.assertRaisesRegex(RuntimeError, "expects no gradients of microbatches without sync"):
             model.set_reduce_scatter_unused_params(True)
+
+
+class Branches(nn.Module):
+    """A block of which each call uses the branches that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        h = self.norm(x)
+        return x + sum((getattr(self, name)(h).tanh() for name in used), 0 * h)
+
+
+class Blocks(nn.Module):
+    def __init__(self, has_first: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH) if has_first else nn.Identity()  # else no block gets inputs with gradients
+        self.layers = nn.ModuleList(Branches() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, used)
+        return x.square().mean()
+
+
+class TestBranchesOfBlocks(GlooTest):
+    """Weights of one block, of which each rank uses its own, without any call that says so."""
+
+    world_size = 2
+
+    def pair(self, has_first: bool) -> tuple[Any, nn.Module]:
+        torch.manual_seed(0)
+        reference = Blocks(has_first)
+        return gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=CHOSEN), reference
+
+    def train(self, pair: tuple[Any, nn.Module], used: tuple[str, str], seed: int) -> None:
+        """A microbatch: in one process the mean over what the ranks do."""
+        batch = make_rows(seed).chunk(2)
+        pair[0](batch[self.rank], used[self.rank]).backward()
+        (sum(pair[1](rows, names) for rows, names in zip(batch, used, strict=True)) / 2).backward()
+
+    def check(self, pair: tuple[Any, nn.Module]) -> None:
+        assert_same_params(*pair, "grad", rtol=1e-4, atol=1e-6)
+        for each in pair:
+            each.zero_grad()
+
+    def test_ranks_change_what_they_use(self) -> None:
+        """One rank alone begins to use a weight; nobody uses another one."""
+        for has_first in (True, False):
+            pair = self.pair(has_first)
+            for seed, used in enumerate((("a", "a"), ("ab", "a"), ("", "b"), ("a", ""), ("ab", "ab"))):
+                self.train(pair, used, seed)
+                self.check(pair)
+            for seed, used in enumerate((("a", "a"), ("a", "b"), ("", "a"))):
+                pair[0].set_requires_gradient_sync(seed == 2)
+                self.train(pair, used, seed)
+            self.check(pair)
+
+    def test_weights_are_frozen_unfrozen_and_used_for_the_first_time_in_one_accumulation(self) -> None:
+        pair = self.pair(has_first=True)
+        for each in pair:
+            for layer in each.layers:
+                layer.b.weight.requires_grad_(False)
+        pair[0].set_requires_gradient_sync(False)
+        self.train(pair, ("b", "b"), 0)  # whole parameters alone get gradients
+        for each in pair:
+            each.layers[1].norm.weight.requires_grad_(False)
+            each.layers[2].b.weight.requires_grad_(True)
+        self.train(pair, ("b", "b"), 1)
+        pair[0].set_requires_gradient_sync(True)
+        self.train(pair, ("a", "a"), 2)
+        self.check(pair)

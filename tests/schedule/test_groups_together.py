@@ -75,7 +75,7 @@ class TestTogether(GlooTest):
         """In fp32 by reduce-scatter; even rows and others; with replicas; each block alone and several together."""
         for block, mesh, part, size in (
             (Even, self.gtp_mesh(), 2, 2),  # of three blocks, the marks would not fit
-            (Block, self.gtp_mesh(), 2, 3),  # one of its weights is not used, which ranks know after the first step
+            (Block, self.gtp_mesh(), 2, 3),  # one of its weights is not used
             (Even, self.hsdp_mesh(), 1, 6),
             (Even, self.gtp_mesh(), 6, 1),
         ):
@@ -85,18 +85,6 @@ class TestTogether(GlooTest):
                 together = [blocks[begin : begin + size] for begin in range(0, 6, size)]
                 self.assertEqual(found["reductions"], 2 * together)
                 self.assertEqual(max(map(len, found["gathers"])), 1 if size == 1 else 6 // part)
-
-    def test_a_weight_that_no_rank_uses_is_sent_once(self) -> None:
-        model = gtp_shard(seeded(partial(Model, 2)), self.gtp_mesh(), schedule=CHOSEN)
-        sent = []
-        for _ in range(3):
-            loss = square(model, torch.randn(2, WIDTH))
-            sent.append([group.pending_grad.sent_nbytes for group in runtime_of(model).members.groups])
-            loss.backward()
-            self.assertIsNone(model.layers[0].unused.weight.grad)
-        in_first, *later = sent
-        unused = WIDTH * WIDTH * torch.float32.itemsize
-        self.assertEqual(later, [[nbytes - unused for nbytes in in_first]] * 2)
 
     def test_what_travels_in_16_bits_has_the_sums_of_a_ring(self) -> None:
         """Over microbatches, of which one is not synced and one not reduced over replicas."""

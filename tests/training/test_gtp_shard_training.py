@@ -108,6 +108,19 @@ class TestTraining(GlooTest):
             shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
             check_training(Zoo(), shard, mesh, token_batch, next_token_loss, steps=2, num_microbatches=num_microbatches)
 
+    def test_untied_after_gtp_shard(self) -> None:
+        """One of the tied modules gets another parameter, which the others would get without a word; or all get it."""
+        model: Any = gtp_shard(Tied(), self.gtp_mesh(), schedule=ALL)
+        tokens = torch.arange(6)[None]
+        for _ in range(2):
+            model.head.weight = nn.Parameter(model.embedding.weight.detach() * 0.5)
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, "'embedding.weight' .* is tied, but one .* a Linear"):
+                    model(tokens)
+            model.embedding.weight = model.head.weight
+            model(tokens).sum().backward()
+            model.assert_tied()
+
     def test_root_call_or_calls_on_submodules(self) -> None:
         """One call, calls on children and then on the root, or on children alone: the same training, and weights
         that are tied across the calls stay tied."""
