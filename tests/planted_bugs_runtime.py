@@ -84,6 +84,12 @@ RUNTIME = {
         Bug("Runtime._finish_blocks", never("group.pending_grad.have_arrived"), "test_weights_that_other_code_reads"),
     "a rank does not say that it has no gradient of a weight of a block":
         Bug("GroupGradients.take", drop("zero_"), "test_ranks_change_what_they_use"),
+    "a block is laid out anew while gradients of the old layout are in flight":
+        Bug("Gradients.reduce_group", drop("settle"),
+            "test_weights_are_frozen_unfrozen_and_used_for_the_first_time_in_one_accumulation"),
+    "a weight that is unfrozen in an accumulation counts as used":
+        Bug("GroupGradients._laid_out_anew", assign("marks[:, self._all.index(weight)]", "1"),
+            "test_weights_are_frozen_unfrozen_and_used_for_the_first_time_in_one_accumulation"),
     "sums of a block are not laid out for weights that are trained later":
         Bug("GroupGradients.reduce_only", assign("self.unsharded", "self.unsharded"),
             "test_weights_are_frozen_unfrozen_and_used_for_the_first_time_in_one_accumulation"),

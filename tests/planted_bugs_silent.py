@@ -193,7 +193,7 @@ SILENT = {
     "a second thread joins the pass of another one":
         Bug("OneThread.enter", never("self._in_frame"), "test_a_second_thread_is_refused"),
     "a weight of a group that is frozen in the last microbatch loses earlier gradients":
-        Bug("GroupGradients.note_switched", replace("weight in self.owed", "False"),
+        Bug("GroupGradients.expected", replace("weight in self.owed", "False"),
             "test_gradients_of_a_weight_that_is_frozen_later"),
     "a weight that was frozen after its forward adds to the sum of earlier microbatches":
         Bug("Gradients.target", without("not _is_frozen(weight)"),

@@ -31,7 +31,7 @@ class GroupGradients(PendingGradient):
         self._used: set[ShardedWeight] = set()
         # Ids of the leaves to which the running backward is confined; None: all.
         self.asked_for: set[int] | None = None
-        self._are_more = False  # whether ``weights`` may have more than those that are trained now
+        self._may_differ = False  # whether ``weights`` may not be what is expected
         self.layout: WeightLayout  # of the packed gradients
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
         self.mesh = self._all[0].mesh
@@ -70,7 +70,10 @@ class GroupGradients(PendingGradient):
         new = zip(self.weights, slot_numels(weight.layout for weight in self.weights), strict=True)
         rows = []
         for weight, numel in new:
-            rows.append(parts[weight] if weight in parts else total.new_zeros(num_rows, numel))
+            if weight not in parts:
+                parts[weight] = total.new_zeros(num_rows, numel)
+                marks[:, self._all.index(weight)] = 0  # no rank has used it so far
+            rows.append(parts[weight])
         return torch.cat([*rows, marks], 1).flatten()
 
     @property
@@ -93,12 +96,20 @@ class GroupGradients(PendingGradient):
     def note_switched(self, have_switched: bool) -> None:
         """At the start of a forward or a backward; ``have_switched`` if members were frozen or unfrozen
         since the last one."""
-        if have_switched or self._are_more:
-            # Sums of earlier microbatches may have gradients of weights that are frozen by now.
-            weights = [weight for weight in self._all if weight.param.requires_grad or weight in self.owed]
-            if weights != self.weights:
-                self.reduce_only(weights)
-            self._are_more = bool(self.owed)
+        self._may_differ = self._may_differ or have_switched
+        if self._may_differ and not self.owed:  # else sums and gradients in flight have this layout
+            self._may_differ = False
+            self.reduce_only(self.expected)
+
+    @property
+    def expected(self) -> list[ShardedWeight]:
+        """What ``weights`` are to be now, on all ranks alike. Sums may have gradients of frozen ones."""
+        return [weight for weight in self._all if weight.param.requires_grad or weight in self.owed]
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether ``weights`` are what is expected."""
+        return not self._may_differ or self.weights == self.expected
 
     def take(self) -> list[Tensor]:
         """Take the gradients from the leaves, zeros where there is none, and the marks.

@@ -226,7 +226,7 @@ class WeightGroup:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward may reduce gradients of it."""
-        return bool(self.pending_grad.weights)
+        return bool(self.pending_grad.expected)
 
     @property
     def has_parts(self) -> bool:

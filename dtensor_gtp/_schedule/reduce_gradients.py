@@ -172,7 +172,12 @@ class Gradients:
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
         grads = group.pending_grad
-        if not grads.weights or grads.is_left_out:
+        if grads.is_left_out:
+            return
+        if not grads.is_laid_out:
+            self.settle()  # what is in flight has the layout of before
+            grads.reduce_only(grads.expected)
+        if not grads.weights:
             return
         is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
         scale = self._scale(group)

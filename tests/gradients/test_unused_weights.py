@@ -287,16 +287,19 @@ class TestBranchesOfBlocks(GlooTest):
             self.check(pair)
 
     def test_weights_are_frozen_unfrozen_and_used_for_the_first_time_in_one_accumulation(self) -> None:
-        pair = self.pair(has_first=True)
-        for each in pair:
-            for layer in each.layers:
-                layer.b.weight.requires_grad_(False)
-        pair[0].set_requires_gradient_sync(False)
-        self.train(pair, ("b", "b"), 0)  # whole parameters alone get gradients
-        for each in pair:
-            each.layers[1].norm.weight.requires_grad_(False)
-            each.layers[2].b.weight.requires_grad_(True)
-        self.train(pair, ("b", "b"), 1)
-        pair[0].set_requires_gradient_sync(True)
-        self.train(pair, ("a", "a"), 2)
-        self.check(pair)
+        for switch in ("set_requires_gradient_sync", "set_is_last_backward"):
+            pair = self.pair(has_first=True)
+            for each in pair:
+                for layer in each.layers:
+                    layer.b.weight.requires_grad_(False)
+            getattr(pair[0], switch)(False)
+            self.train(pair, ("b", "b"), 0)  # whole parameters alone get gradients
+            for each in pair:
+                each.layers[1].norm.weight.requires_grad_(False)
+                each.layers[2].b.weight.requires_grad_(True)
+            self.train(pair, ("b", "b"), 1)
+            for each in pair:
+                each.layers[0].b.weight.requires_grad_(True)  # and is not used
+            getattr(pair[0], switch)(True)
+            self.train(pair, ("a", "a"), 2)
+            self.check(pair)
