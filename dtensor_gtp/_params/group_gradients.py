@@ -93,13 +93,9 @@ class GroupGradients(PendingGradient):
             return False
         return not any(id(leaf) in asked for leaf in self.leaves.by_member.values())
 
-    def note_switched(self, have_switched: bool) -> None:
-        """At the start of a forward or a backward; ``have_switched`` if members were frozen or unfrozen
-        since the last one."""
-        self._may_differ = self._may_differ or have_switched
-        if self._may_differ and not self.owed:  # else sums and gradients in flight have this layout
-            self._may_differ = False
-            self.reduce_only(self.expected)
+    def note_switched(self) -> None:
+        """Members were frozen or unfrozen. The next reduction lays out what is trained then."""
+        self._may_differ = True
 
     @property
     def expected(self) -> list[ShardedWeight]:
@@ -110,6 +106,11 @@ class GroupGradients(PendingGradient):
     def is_laid_out(self) -> bool:
         """Whether ``weights`` are what is expected."""
         return not self._may_differ or self.weights == self.expected
+
+    def lay_out_anew(self) -> None:
+        """Nothing in flight may have the layout of before."""
+        self.reduce_only(self.expected)
+        self._may_differ = bool(self.owed)  # then ``weights`` may have more than those that are trained
 
     def take(self) -> list[Tensor]:
         """Take the gradients from the leaves, zeros where there is none, and the marks.

@@ -254,7 +254,8 @@ class WeightGroup:
             self._follow_replaced(replaced[0])
         for weight in self.quantized:
             weight.forget_stale(self.pending_grad, is_captured)
-        self._follow_frozen(have_switched)
+        if have_switched:
+            self._follow_frozen()
         if self.views.is_pinned:
             self.views.hide()  # ``put_back`` has taken the full weights away
         else:
@@ -274,20 +275,18 @@ class WeightGroup:
             self._were_trained = now
         return is_new or now != [*map(is_trained, map(param_of, leaves))]
 
-    def _follow_frozen(self, have_switched: bool) -> None:
-        if have_switched:
-            for member, leaf in self.leaves.by_member.items():
-                if leaf.requires_grad is not member.param.requires_grad:
-                    member.follow_frozen()
-                    leaf.requires_grad_(member.param.requires_grad)
-            self._were_trained = self.leaves.are_trained
-        self.pending_grad.note_switched(have_switched)
+    def _follow_frozen(self) -> None:
+        for member, leaf in self.leaves.by_member.items():
+            if leaf.requires_grad is not member.param.requires_grad:
+                member.follow_frozen()
+                leaf.requires_grad_(member.param.requires_grad)
+        self._were_trained = self.leaves.are_trained
+        self.pending_grad.note_switched()
 
     def begin_backward(self) -> None:
         """A forward in between may have followed a freeze that the user has taken back."""
-        have_switched = self._carry_switches()
-        if have_switched:
-            self._follow_frozen(have_switched)
+        if self._carry_switches():
+            self._follow_frozen()
 
     def _follow_replaced(self, first: ManagedParam) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``,

@@ -176,7 +176,7 @@ class Gradients:
             return
         if not grads.is_laid_out:
             self.settle()  # what is in flight has the layout of before
-            grads.reduce_only(grads.expected)
+            grads.lay_out_anew()
         if not grads.weights:
             return
         is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
