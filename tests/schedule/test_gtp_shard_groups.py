@@ -534,7 +534,7 @@ class TestGroups(GlooTest):
             old = model.get_parameter(f"layers.0.{name}")
             module = model.layers[0].get_submodule(name.rpartition(".")[0])
             setattr(module, name.rpartition(".")[2], nn.Parameter(torch.zeros(WIDTH, WIDTH)))
-            with self.assertRaisesRegex(RuntimeError, r"'layers.0.same' was replaced after gtp_shard by a Parameter"):
+            with self.assertRaisesRegex(RuntimeError, "'layers.0.same' .* is tied, but one of its modules"):
                 model(torch.ones(2, WIDTH))
             setattr(module, name.rpartition(".")[2], old)
             square(model, torch.ones(2, WIDTH)).backward()
