@@ -196,7 +196,7 @@ def _refuse_wrappers() -> None:
     not pass through autograd; ``make_graphed_callables`` would train nothing. One case is right:
     ``DistributedDataParallel`` over exactly the ranks of the gtp mesh reduces the
     ``ignored_params`` of ``gtp_shard``. Code that has imported ``make_graphed_callables`` by name
-    before gets an error from the recording itself (``refuse_partial_recording``).
+    before gets an error from the recording itself (``wants_wgrad``).
     """
     _before_init(DistributedDataParallel, _check_ddp)
     _before_init(FullyShardedDataParallel, _check_others)

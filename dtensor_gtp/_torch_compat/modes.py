@@ -30,7 +30,7 @@ _ONCE = (
 )
 
 # Of this thread; 0 almost always, and quick to ask.
-num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
 set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
@@ -41,7 +41,7 @@ OpOverload = torch._ops.OpOverload
 
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
-    depth = num_dispatch_modes()
+    depth = _num_dispatch_modes()
     return depth > 0 and any(isinstance(torch._C._get_dispatch_stack_at(i), POLICY_MODES) for i in range(depth))
 
 
