@@ -184,6 +184,13 @@ class TestFreezing(PairTest):
                 set_trained(pair, names, True)
                 self.check(pair)
 
+    def test_a_frozen_model_has_no_graph(self) -> None:
+        for pair in self.pairs():
+            for is_trained in (False, True):
+                set_trained(pair, ("",), is_trained)
+                outputs = self.run_both(pair, lambda each, x: each(x))
+                self.assertEqual([output.requires_grad for output in outputs], [is_trained] * 2)
+
     def test_frozen_between_forward_and_backward(self) -> None:
         for pair in self.pairs():
             losses = self.run_both(pair, lambda each, x: mean(each(x)))
