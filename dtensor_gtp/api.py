@@ -121,7 +121,8 @@ def gtp_shard(
         NotImplementedError: A combination that is not supported.
         RuntimeError: Another rank failed, or the ranks have different models. All errors are raised
             on all ranks of the mesh, after one exchange of a few bytes, and leave ``module`` as it
-            was. (A rank whose ``mesh`` does not contain it cannot tell the others.)
+            was. (A rank whose ``mesh`` does not contain it cannot tell the others, nor can one that
+            fails to connect afterwards.)
 
     The design follows ``torch.distributed.fsdp.fully_shard``.
 

@@ -122,6 +122,8 @@ class CommContext:
         reduction connect its ranks and load NCCL's kernels. Gradients have the dtype ``sent``, their
         sum ``reduced``. Collective."""
         device = self.streams.device
+        if compat.has_twin(gather, "gtp_scatter"):
+            return  # an earlier call has made it, on all ranks
         scatter = compat.twin_group(gather, device, "gtp_scatter")
         rows = torch.zeros(gather.size(), dtype=sent, device=device)  # one number for each rank
         compat.all_gather_base(torch.empty_like(rows), rows[:1], gather, False)

@@ -364,7 +364,7 @@ class ManagedParam:
                     "parameters in its place, which gtp_shard does not shard. Change the module "
                     "before gtp_shard."
                 )
-            if module._parameters[name] is not self.param:
+            if dict.get(module._parameters, name) is not self.param:  # an item may be the full weight
                 others.append(module)
         # If all have, as after ``to_empty``, the one that is used first becomes that of all.
         if 0 < len(others) < len(sites) and not self.registration.is_cut_again:

@@ -46,6 +46,7 @@ class Seen(NamedTuple):
     version: int
     bits: Tensor | None  # a sum of its bits, which writes through ``.data`` change, too
     address: int  # of its memory, which ``.data = ...`` changes
+    is_trained: bool  # whether it requires a gradient
 
     @classmethod
     def of(cls, value: Tensor, looks_at_bits: bool) -> Seen:
@@ -55,7 +56,12 @@ class Seen(NamedTuple):
         bits = None
         if looks_at_bits:
             bits = sum_of_bits(value)
-        return cls(value, version, bits, _address(value))
+        return cls(value, version, bits, _address(value), value.requires_grad)
+
+    def is_switched(self, param: ManagedParam) -> bool:
+        """Whether it was frozen or unfrozen, other than the parameter is."""
+        now = self.value.requires_grad
+        return now is not self.is_trained and now is not param.param.requires_grad
 
     @property
     def is_written(self) -> bool:
@@ -148,8 +154,8 @@ class AttributeReads:
         because a recording reads fixed buffers instead of gathers. Only the forward saves handles,
         which the recorded backward asks for."""
         depth = len(self.frames)
-        outside = self.saved_in_backward
-        self.saved_in_backward = []
+        outside = self.saved_in_backward[:]
+        self.saved_in_backward.clear()  # in place: handles of the forward know the list
         try:
             self.push(is_forward)
             yield
@@ -158,7 +164,7 @@ class AttributeReads:
                 self.end(self.frames[-1])
                 self.frames.pop()
             self._release_saved()
-            self.saved_in_backward = outside
+            self.saved_in_backward += outside
 
     def has_foreign_saved_hooks(self) -> bool:
         """Whether saved-tensor hooks are active that do not belong to frames."""
@@ -230,7 +236,7 @@ class AttributeReads:
         for weight, seen in frame.seen:
             if seen.is_written:
                 return written_to_no_effect(weight, where)
-            if seen.value.requires_grad and not weight.param.requires_grad:
+            if seen.is_switched(weight):
                 return switched(weight, where)
             if weight.fused.is_any and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
@@ -278,10 +284,9 @@ class AttributeReads:
                 assert isinstance(param, ShardedWeight)
                 value, is_alias = self.value_in_passing(param)
             seen = Seen.of(value, looks_at_bits=False)
-            is_trained = value.requires_grad
             yield name, value
             # The caller asks for the next one, so it is done with this one.
-            if value.requires_grad is not is_trained:
+            if seen.is_switched(param):
                 raise switched(param, "in a forward")
             if seen.is_written and not is_alias:
                 raise written_to_no_effect(param, "in a forward")

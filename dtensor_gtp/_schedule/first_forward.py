@@ -73,7 +73,8 @@ class Setup:
 
     def connect_ahead(self, mesh: DeviceMesh) -> None:
         """At the end of ``gtp_shard``, on all ranks of ``mesh``: connect and load what the first step
-        would wait for, as far as it is known before. NCCL takes 0.4 s, and Triton as long beside it."""
+        would wait for, as far as it is known before. NCCL takes 0.4 s, and Triton as long beside it. If
+        GEMMs turn out large, copy engines gather, and a communicator is made in vain."""
         device = self._comm.streams.device
         group = mesh.get_group(mesh.ndim - 1)
         weights = [weight for weight in self._members.weights if weight.param.requires_grad]

@@ -176,6 +176,8 @@ class Gradients:
             return
         if not grads.is_laid_out:
             self.settle()  # what is in flight has the layout of before
+            sums = (grads.unsharded, grads.unreplicated)
+            self._comm.streams.note_reading_earlier([each for each in sums if each is not None])
             grads.lay_out_anew()
         if not grads.weights:
             return

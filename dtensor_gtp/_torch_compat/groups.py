@@ -51,10 +51,20 @@ def host_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dis
     return _group_beside(group, device, desc, backend="gloo")
 
 
+def has_twin(group: dist.ProcessGroup, desc: str) -> bool:
+    """Whether ``twin_group`` was called for it."""
+    return described_group(_beside(group, desc)) is not None
+
+
+def _beside(group: dist.ProcessGroup, desc: str) -> str:
+    """The description by which later calls find the group."""
+    return f"{desc} beside {group.group_name}"
+
+
 def _group_beside(
     group: dist.ProcessGroup, device: torch.device, desc: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    description = f"{desc} beside {group.group_name}"  # by which later calls find the group
+    description = _beside(group, desc)
     known = described_group(description)
     if known is not None:
         return known

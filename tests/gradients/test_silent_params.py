@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -18,6 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.func import functional_call
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp._schedule.attribute_reads import AttributeReads
 
 
 def doubled(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -274,6 +276,34 @@ class TestFreezing(PairTest):
                 model.switch = None
                 mean(model(x)).backward()
                 self.assertEqual([param.requires_grad for param in model.last.parameters()], [is_trained] * 4)
+
+    def test_parameters_themselves_are_switched_in_a_forward(self) -> None:
+        """By who holds them; and to what they are."""
+        model: Any = gtp_shard(nn.Sequential(Raw(), nn.LayerNorm(WIDTH)), self.gtp_mesh(), schedule=ALL)
+        held = list(model.parameters())
+
+        def switch(module: Any, args: Any, output: Any) -> None:
+            for param in held:
+                param.requires_grad_(False)
+
+        handle = model[0].register_forward_hook(switch)  # which has read its weights
+        model(make_rows(0))
+        handle.remove()
+        for param in held:
+            param.requires_grad_(True)
+        model[0].register_forward_hook(
+            torch.no_grad()(lambda module, args, output: model.requires_grad_(True) and None)
+        )
+        mean(model(make_rows(0))).backward()
+        self.assertTrue(all(param.grad is not None for param in held))
+
+    def test_a_forward_reads_no_weight_that_is_unsharded(self) -> None:
+        model: Any = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), self.gtp_mesh(), schedule=ALL)
+        with mock.patch.object(AttributeReads, "read_pinned") as read:
+            model.unshard()
+            mean(model(make_rows(0))).backward()
+            model.reshard()
+        read.assert_not_called()
 
     def test_frozen_in_between_and_named_as_inputs(self) -> None:
         for pair in self.pairs():
