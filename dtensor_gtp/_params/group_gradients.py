@@ -34,7 +34,6 @@ class GroupGradients(PendingGradient):
         self._may_differ = False  # whether ``weights`` may not be what is expected
         self.layout: WeightLayout  # of the packed gradients
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
-        self.mesh = self._all[0].mesh
         step = ALIGNMENT // dtype.itemsize
         self._num_marks = -(-len(self._all) // step) * step
         # What is sent in most steps: a graph keeps its address, so it stays.
@@ -50,13 +49,13 @@ class GroupGradients(PendingGradient):
         world = first.layout.world
         # Behind the rows for a rank, a mark for each weight says whether the sender has a gradient of it.
         shapes = [*(weight.layout.slot_shape for weight in self.weights), (self._num_marks,)]
-        self._slots_like = [compat.template(shape, self.dtype, self.device) for shape in shapes]
+        self._slots_like = [compat.template(shape, self.dtype, first.device) for shape in shapes]
         numel = world * sum(map(math.prod, shapes))
         self.layout = WeightLayout(torch.Size((numel,)), 0, world, first.layout.rank)
-        self.lay_out(self.layout, self.dtype, self.device)
+        self.lay_out(self.layout, self.dtype, first.device)
         if self._all_used.dtype != self.leaves.dtype or not self._all_used.numel():
             with torch.inference_mode(False):
-                self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=self.device)
+                self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=first.device)
         self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
         self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
 
@@ -75,10 +74,6 @@ class GroupGradients(PendingGradient):
                 marks[:, self._all.index(weight)] = 0  # no rank has used it so far
             rows.append(parts[weight])
         return torch.cat([*rows, marks], 1).flatten()
-
-    @property
-    def device(self) -> torch.device:
-        return self._all[0].device
 
     @property
     def have_arrived(self) -> bool:
@@ -160,7 +155,7 @@ class GroupGradients(PendingGradient):
         """Reduced rows of the gtp axis, with one row for each replica, each with all marks."""
         *parts, marks = compat.unflatten(slot, self._slots_like)
         rows = [weight.for_replicas(part) for weight, part in zip(self.weights, parts, strict=True)]
-        return torch.cat([*rows, marks.expand(self.mesh.size(0), -1)], 1)
+        return torch.cat([*rows, marks.expand(self._all[0].mesh.size(0), -1)], 1)
 
     def accumulate_part(self, row: Tensor) -> None:
         """Hand this replica's row of all reduced gradients to the weights."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,14 @@ class Gradient:
     bundle: object | None = None  # gradients of one bundle are sent together
     waiting_nbytes: int = 0  # of it and those that wait before it
     taken: list[Tensor] | None = None  # instead of ``buffer``: of a group, packed by the launch
+
+
+class Written(NamedTuple):
+    """A gradient that a recorded block leaves in a buffer."""
+
+    weight: ShardedWeight
+    buffer: Tensor
+    bundle: int | None  # gradients with the same number are sent together
 
 
 class ReductionLaunches:

@@ -26,8 +26,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
-from .block_recording import Written
-from .launch_reductions import Gradient, ReductionLaunches, single
+from .launch_reductions import Gradient, ReductionLaunches, Written, single
 from .waiting_gradients import fits, group_may_wait, may_wait
 
 

@@ -35,7 +35,7 @@ from .._params.managed_param import ManagedParam
 from .._params.refusals import check_unmodified
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.block_recording import Written
+from .._schedule.launch_reductions import Written
 from .._schedule.runtime import Runtime
 from .recorder import CudaRecorder, returned_tensors, versions_of, with_tensors
 
