@@ -118,9 +118,9 @@ class CommContext:
         return groups
 
     def connect_ahead(self, gather: dist.ProcessGroup, sent: torch.dtype, reduced: torch.dtype) -> None:
-        """Make the communicator of reductions that ``groups`` will ask for. A first gather and a first
-        reduction connect its ranks and load NCCL's kernels. Gradients have the dtype ``sent``, their
-        sum ``reduced``. Collective."""
+        """Make the communicator of reductions that ``groups`` will ask for. A first gather, exchange, reduce-scatter
+        and all-reduce connect its ranks and load NCCL's kernels. Gradients have the dtype ``sent``, their sum
+        ``reduced``. Collective."""
         device = self.streams.device
         if compat.has_twin(gather, "gtp_scatter"):
             return  # an earlier call has made it, on all ranks
@@ -129,9 +129,9 @@ class CommContext:
         compat.all_gather_base(torch.empty_like(rows), rows[:1], gather, False)
         if is_exact_in(sent, reduced) and is_one_host(gather, device):  # see :func:`may_send_narrow`
             compat.all_to_all_base(torch.empty_like(rows), rows, scatter, False)
-        else:
-            rows = rows.to(reduced)
-            compat.reduce_scatter_base(rows.new_empty(1), rows, dist.ReduceOp.AVG, scatter, False)
+        rows = rows.to(reduced)  # of lookups, and of whole parameters
+        compat.reduce_scatter_base(rows.new_empty(1), rows, dist.ReduceOp.AVG, scatter, False)
+        compat.all_reduce(rows, dist.ReduceOp.AVG, scatter, False)
 
     def chosen_backends(self) -> dict[str, Any]:
         """Fields of ``Schedule``: what was chosen for all meshes alike."""
