@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -95,7 +95,7 @@ class ReducedGradient:
         # In the last backward in which this rank did not use the parameter.
         self.is_used_elsewhere = False
         # Positive if other ranks have used it in this backward.
-        self._use_elsewhere: Tensor | None = None
+        self.use_elsewhere: Tensor | None = None
         # Sum over microbatches, if .grad has a narrower dtype than the sum.
         self.wide: Tensor | None = None
 
@@ -141,26 +141,24 @@ class ReducedGradient:
     def note_use_elsewhere(self, is_used: Tensor | None) -> None:
         """This rank has no gradient of its own, and ``is_used`` is positive if another one has;
         None: it has one."""
-        if is_used is not None and self._use_elsewhere is not None:
-            is_used = is_used + self._use_elsewhere
-        self._use_elsewhere = is_used
+        if is_used is not None and self.use_elsewhere is not None:
+            is_used = is_used + self.use_elsewhere
+        self.use_elsewhere = is_used
 
-    def _drop_zeros(self, is_used: Tensor, is_recorded: bool) -> None:
+    def _drop_zeros(self) -> None:
         """What no rank has used gets no gradient, not zeros, with which an optimizer would decay
         and move it."""
-        self._use_elsewhere = None
-        if not is_recorded:  # a graph cannot ask: it does as the last eager step did
-            self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
+        self.use_elsewhere = None
         if not self.is_used_elsewhere:
             self.reduced = None
             self._more_reduced.clear()
 
-    def publish(self, fqn: str, hook: Callable[[Tensor], None] | None, *, is_recorded: bool) -> None:
+    def publish(self, fqn: str, hook: Callable[[Tensor], None] | None) -> None:
         """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's
         hooks; ``hook`` is that of all-reduces. If the gradient was copied to the host, the caller
-        has waited for that."""
-        if self._use_elsewhere is not None:
-            self._drop_zeros(self._use_elsewhere, is_recorded)
+        has waited for that, and for :func:`read_marks`."""
+        if self.use_elsewhere is not None:
+            self._drop_zeros()
         reduced = self.reduced
         if reduced is None:
             return  # no reduction has given it a gradient since the last call
@@ -202,9 +200,19 @@ class ReducedGradient:
     def reset(self) -> None:
         """Forget gradients of a backward that raised."""
         # ``wide`` stays: it belongs to ``.grad``, which stays, too.
-        self.reduced = self._use_elsewhere = None
+        self.reduced = self.use_elsewhere = None
         self.awaits_reduction = False
         self._more_reduced.clear()
+
+
+def read_marks(gradients: Iterable[ReducedGradient]) -> None:
+    """Ask the device, once for all, whether other ranks have used what this rank has not."""
+    marked = [(gradient, gradient.use_elsewhere != 0) for gradient in gradients if gradient.use_elsewhere is not None]
+    if not marked:
+        return
+    answers = torch.stack([is_used for _, is_used in marked]).tolist()
+    for (gradient, _), is_used in zip(marked, answers, strict=True):
+        gradient.is_used_elsewhere = is_used
 
 
 def as_dtensor(tensor: Tensor) -> DTensor:

@@ -20,6 +20,7 @@ from .._comm import collectives
 from .._comm.context import CommContext
 from .._comm.debug import poison
 from .._comm.reductions import can_travel_together, sum_dtype
+from .._params.gradient import read_marks
 from .._params.group_gradients import pack
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
@@ -400,9 +401,10 @@ class Gradients:
         if any(param.policies.offload is not None for param in params):
             # The host reads its copies of gradients as soon as this returns.
             self._comm.host_copies.finish_on_host()
-        is_recorded = self._comm.streams.is_capturing
+        if not self._comm.streams.is_capturing:  # a graph cannot ask: it does as the last eager step did
+            read_marks(param.gradient for param in params)
         for param in params:
-            param.gradient.publish(param.fqn, param.flags.all_reduce_hook, is_recorded=is_recorded)
+            param.gradient.publish(param.fqn, param.flags.all_reduce_hook)
         for group in groups:
             group.pending_grad.settle()
 
