@@ -73,7 +73,7 @@ PLANNER = {
         Bug("Setting._group", replace("rules.is_worth_a_group(mean, self.tokens, **kind)", "False"),
             "test_small_blocks_are_groups"),
     "small groups travel one by one":
-        Bug("Together.submit",
+        Bug("Together._may_wait",
             replace("group_may_wait", "(lambda *_: False)"),
             f"{PLANNER_SIMULATION}::test_small_groups_travel_together"),
     "a block's backward reduces its gradients while others are reduced":

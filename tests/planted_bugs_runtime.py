@@ -129,7 +129,20 @@ RUNTIME = {
     "what stays serves every use":
         Bug("Gathering._is_missing", replace("not chain.stays(target.index, target.lane)", "True"),
             "test_a_weight_that_stays_serves_one_use"),
-    "launch is never full": Bug("_put_together", replace("min(limit, ...)", "limit"), "test_schedule.py::TestLaunches"),
+    "first launches are large":
+        Bug("_put_together", replace("min(window.together_nbytes, ...)", "window.together_nbytes"),
+            "test_schedule.py::TestLaunches"),
+    "a backward begins with many groups ahead":
+        Bug("_steps_by_size", never("window.is_backward and is_group"), "test_a_backward_begins_with_little_ahead"),
+    "a backward begins with large launches of groups":
+        Bug("_put_together", never("window.is_backward and traits[use].is_group"),
+            "test_a_backward_begins_with_little_ahead"),
+    "a backward begins with large reductions":
+        Bug("limit_of_groups", replace("min(limit, ...)", "limit"),
+            f"{TOGETHER}::test_reductions_start_small_and_grow"),
+    "a backward begins where the last one ended":
+        Bug("Gradients.complete", drop("self._launched_nbytes.clear()"),
+            f"{TOGETHER}::test_reductions_start_small_and_grow"),
     "budget of kept weights is not spent": Bug("choose_kept.choose", drop("left -= ..."), "test_schedule.py::TestKept"),
     "sum in the place of the mean":
         Bug("reduce_scale", replace("dist.ReduceOp.AVG", "dist.ReduceOp.SUM"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _torch_compat as compat
+from .._params.weight_group import GatherableGroup
 from ..policy import Schedule
 from .guesses import Blocks, reordered
 from .held_weights import turning_point
@@ -142,12 +143,13 @@ class Chain:
         self.begin()
 
 
-def window_of(schedule: Schedule) -> Window:
+def window_of(schedule: Schedule, *, is_backward: bool) -> Window:
     return Window(
         depth=schedule.prefetch_depth,
         nbytes=schedule.prefetch_nbytes,
         together_nbytes=schedule.coalesce_nbytes,
         num_blocks=schedule.expert_blocks_ahead,
+        is_backward=is_backward,
     )
 
 
@@ -165,8 +167,8 @@ class Passes:
 
     def look_ahead(self, schedule: Schedule) -> None:
         """Let new plans gather as far ahead as ``schedule`` says."""
-        self._window = window_of(schedule)
-        self.backward = Chain(self._window, self._traits)  # until the first backward
+        self._schedule = schedule
+        self.backward = Chain(window_of(schedule, is_backward=True), self._traits)  # until the first backward
 
     def _traits(self) -> list[Traits]:
         """Of each gatherable, for plans: the same on all ranks of its mesh."""
@@ -177,7 +179,8 @@ class Passes:
                 bundle = target.companions[0].index
             # A bundle is gathered as one.
             may_stay = bundle == -1 and target.may_stay
-            traits.append(Traits(target.nbytes, target.lane, target.call, bundle, may_stay))
+            is_group = isinstance(target, GatherableGroup)
+            traits.append(Traits(target.nbytes, target.lane, target.call, bundle, may_stay, is_group))
         return traits
 
     @property
@@ -190,7 +193,7 @@ class Passes:
     def chain(self, entry: Entry | None, *, is_backward: bool, is_grad_enabled: bool = True) -> Chain:
         key = ChainKey(entry, is_grad_enabled, is_backward)
         if key not in self.chains:
-            self.chains[key] = Chain(self._window, self._traits)
+            self.chains[key] = Chain(window_of(self._schedule, is_backward=is_backward), self._traits)
         return self.chains[key]
 
     def turning_point(self, entry: Entry | None) -> tuple[Plan, Plan, tuple[int, ...]]:

@@ -25,7 +25,9 @@ first use makes a copy, nothing stays: the copy may be larger, and belongs to th
 
 Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due.
 The first gathers of a pass overlap with nothing, so launches start small: at most the bytes of all
-launches before, or what is gathered in less time than a collective takes to start.
+launches before, or what is gathered in less time than a collective takes to start. A backward begins
+with all activations in memory. So the groups that it gathers ahead, and each launch of them, have at
+most half of the bytes that were used before, as for gradients (see ``waiting_gradients``).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from .._comm.debug import format_nbytes
 
 T = TypeVar("T")
 
-_QUICK_NBYTES = 4 << 20  # a link of 300 GB/s moves it in 14 us; a collective takes 20 us to start
+QUICK_NBYTES = 4 << 20  # a link of 300 GB/s moves it in 14 us; a collective takes 20 us to start
 
 
 class Traits(NamedTuple):
@@ -52,6 +54,7 @@ class Traits(NamedTuple):
     call: int = 0  # number of the ``gtp_shard`` call that manages it
     bundle: int = -1  # weights of one bundle (not -1) are gathered together, however large they are
     may_stay: bool = True  # whether it may stay between two uses
+    is_group: bool = False  # whether it is a group of weights
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Window:
     nbytes: int = 0  # bytes ahead at least
     together_nbytes: int = 0  # bytes up to which gathers are one launch
     num_blocks: int = 1  # blocks ahead in lanes other than 0; 0 plans them as lane 0
+    is_backward: bool = False
 
     def __str__(self) -> str:
         if self.depth == 0:
@@ -221,11 +225,11 @@ def _plan_launches(
         own = [index for block in blocks for index in block]
         borders: set[int] = set()
         if lane == 0 or window.num_blocks == 0:
-            steps_of_own = _steps_by_size([used[position].nbytes for position in positions], window)
+            steps_of_own = _steps_by_size([used[position] for position in positions], window)
             num_alike = [0, *(index + 1 for index in own)]  # as ``num_uses``: from the lane to ``alike``
             steps = [num_alike[step] for step in steps_of_own]
         elif len(blocks) == 1:  # there is no previous block to start gathers in
-            steps_of_alike = _steps_by_size([used[position].nbytes for position in alike], window)
+            steps_of_alike = _steps_by_size([used[position] for position in alike], window)
             steps = [steps_of_alike[index] for index in own]
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
@@ -235,21 +239,27 @@ def _plan_launches(
         due = {
             position: num_uses[step] for position, step in zip(positions, steps, strict=True) if position not in served
         }
-        launches += _put_together(uses, traits, due, borders, window.together_nbytes)
+        launches += _put_together(uses, traits, due, borders, window)
     return sorted(launches)
 
 
-def _steps_by_size(sizes: list[int], window: Window) -> list[int]:
+def _steps_by_size(used: list[Traits], window: Window) -> list[int]:
     """After how many uses each use is due."""
-    begins = list(accumulate(sizes, initial=0))  # bytes before each use
+    begins = list(accumulate((traits.nbytes for traits in used), initial=0))  # bytes before each use
     steps = []
-    for position, size in enumerate(sizes):
+    for position, (size, *_, is_group) in enumerate(used):
         reach = 0  # then ``depth`` decides
         if window.nbytes:
             reach = max(window.nbytes, size)
         # Due after the last use that begins at least ``reach`` bytes before this one.
         by_bytes = bisect_right(begins, begins[position] - reach)
-        steps.append(min(by_bytes, max(position - window.depth + 1, 0)))
+        by_depth = max(position - window.depth + 1, 0)
+        step = min(by_bytes, by_depth)
+        if window.is_backward and is_group:
+            # Until what is ahead, this use too, has at most half of the bytes that were used before.
+            while step < by_depth and begins[position + 1] - begins[step] > begins[max(step - 1, 0)] // 2:
+                step += 1
+        steps.append(step)
     # A use is launched no later than those that follow it.
     return list(accumulate(reversed(steps), min))[::-1]
 
@@ -269,14 +279,16 @@ def _steps_by_block(blocks: list[list[int]], num_ahead: int) -> list[int]:
 
 
 def _put_together(
-    uses: tuple[int, ...], traits: Sequence[Traits], due: Mapping[int, int], borders: set[int], limit: int
+    uses: tuple[int, ...], traits: Sequence[Traits], due: Mapping[int, int], borders: set[int], window: Window
 ) -> list[Launch]:
     """The launches of one lane, whose positions are ``due`` at these steps: each takes consecutive
-    uses of different weights of up to ``limit`` bytes, but does not cross ``borders``, the
+    uses of different weights of up to ``window.together_nbytes``, but does not cross ``borders``, the
     positions at which a block begins."""
     launches: list[Launch] = []
     taken: set[int] = set()  # weights of the launch that is being put together
     total = before = 0  # bytes of it, and of those before it
+    own = list(due)
+    used = list(accumulate((traits[uses[position]].nbytes for position in own), initial=0))  # bytes before each
     for position, step in due.items():
         use = uses[position]
         nbytes = traits[use].nbytes
@@ -285,7 +297,10 @@ def _put_together(
         if launches and position not in borders:
             begun = launches[-1]
             is_bundled = bundle != -1 and bundle == traits[uses[begun.positions[-1]]].bundle
-            is_small = total <= min(limit, max(before, _QUICK_NBYTES))
+            start = before
+            if window.is_backward and traits[use].is_group:
+                start = used[bisect_left(own, begun.step - 1)] // 2
+            is_small = total <= min(window.together_nbytes, max(start, QUICK_NBYTES))
             if use not in taken and (is_bundled or is_small):
                 launches[-1] = Launch(begun.step, (*begun.positions, position))  # due with its first use
                 taken.add(use)

@@ -6,6 +6,7 @@ reduce-scatter on the scatter stream, which adds this rank's rows to the gradien
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,7 +29,7 @@ from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .launch_reductions import Gradient, ReductionLaunches, Written, single
-from .waiting_gradients import fits, group_may_wait, may_wait
+from .waiting_gradients import fits, group_may_wait, limit_of_groups, may_wait
 
 
 class Gradients:
@@ -46,6 +47,8 @@ class Gradients:
         self.recording: Any = None  # a ``graphs.record_block.Recording`` while a block is recorded
         # Reductions of the runtime, when the last group had launched its own.
         self._num_launched = 0
+        # By scatter group: bytes of groups that this backward has launched.
+        self._launched_nbytes: Counter[str] = Counter()
 
     def compute(self, job: Callable[..., None], *args: Any) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``,
@@ -218,6 +221,8 @@ class Gradients:
         self._wait_for_earlier([gradient.weight for gradient in together])
         self.launches.launch(together)
         self._num_launched = self._comm.reductions.num_launched
+        for gradient in together:
+            self._launched_nbytes[gradient.weight.groups.scatter_name] += self.sent_nbytes(gradient.weight)
 
     def submit(self, weight: Reducible, buffer: Tensor) -> None:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later
@@ -278,10 +283,17 @@ class Gradients:
             return nbytes * weight.compute_dtype.itemsize // weight.reduce_dtype.itemsize
         return nbytes
 
+    def _limit(self, weight: Reducible) -> int:
+        """Bytes of one launch."""
+        limit = self.schedule.coalesce_grad_nbytes
+        if isinstance(weight, WeightGroup):
+            limit = limit_of_groups(limit, self._launched_nbytes[weight.groups.scatter_name])
+        return limit
+
     def _may_wait(self, weight: Reducible, *, is_taken: bool = False) -> bool:
         """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group,
         and not packed yet."""
-        limit = self.schedule.coalesce_grad_nbytes
+        limit = self._limit(weight)
         nbytes = self.sent_nbytes(weight)
         if isinstance(weight, WeightGroup):
             # A stream that is new to a backward waits for the one before: with one alone it is safe
@@ -304,7 +316,7 @@ class Gradients:
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         is_alike = is_alike and (first.taken is not None) == is_taken
         may_join = self._bundle is not None or fits(
-            waiting[-1].waiting_nbytes, self.sent_nbytes(weight), self.schedule.coalesce_grad_nbytes
+            waiting[-1].waiting_nbytes, self.sent_nbytes(weight), self._limit(weight)
         )
         if not (is_alike and may_join and self._may_wait(weight, is_taken=is_taken)):
             self._launch(self._waiting.pop(weight.groups.scatter_name))
@@ -407,10 +419,12 @@ class Gradients:
             param.gradient.publish(param.fqn, param.flags.all_reduce_hook)
         for group in groups:
             group.pending_grad.settle()
+        self._launched_nbytes.clear()
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
         self._waiting.clear()  # these were not launched
+        self._launched_nbytes.clear()
         self._comm.abandon()
         if self.launches.replicas is not None:
             self.launches.replicas.reset()

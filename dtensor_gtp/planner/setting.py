@@ -294,9 +294,12 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     """The plans that the runtime has after one step of ``setting``, by units."""
     trace = setting.trace
     units = setting.units
-    window = window_of(schedule)
+    windows = [window_of(schedule, is_backward=is_backward) for is_backward in (False, True)]
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
-    traits = [Traits(unit.wired, unit.lane, unit.weight.block + 1 if unit.lane else 0) for unit in units]
+    calls = [unit.weight.block + 1 if unit.lane else 0 for unit in units]
+    traits = [
+        Traits(unit.wired, unit.lane, call, is_group=unit.is_group) for unit, call in zip(units, calls, strict=True)
+    ]
     gathered = [number for number in range(len(units)) if not setting.is_exchanged(number)]
     recomputed = recomputed_uses(trace, setting.checkpoint)
     backward: list[int] = []
@@ -306,7 +309,7 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
             # A group stays from the forward that is computed again to the end of its block's backward.
             if not (units[place].is_group and place in backward):
                 backward.append(place)
-    plans = Plan(gathered, traits, window), Plan(backward, traits, window)
+    plans = Plan(gathered, traits, windows[0]), Plan(backward, traits, windows[1])
     turning = turning_point(*plans)
     sizes = [0 if number in turning else unit.gathered for number, unit in enumerate(units)]
     lanes = [unit.lane for unit in units]

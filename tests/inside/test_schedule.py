@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from expecttest import TestCase
 
@@ -42,10 +43,14 @@ def drawn(seed: int) -> Iterator[tuple[random.Random, list[Traits], Window, list
     rng = random.Random(seed)
     for _ in range(100):
         traits = [
-            Traits(rng.choice((1, 2, 5, 40)), rng.randrange(3), rng.randrange(3), rng.choice((-1, -1, 0)))
+            Traits(
+                *(rng.choice((1, 2, 5, 40)), rng.randrange(3), rng.randrange(3), rng.choice((-1, -1, 0))),
+                is_group=rng.random() < 0.5,
+            )
             for _ in range(rng.randrange(1, 9))
         ]
-        window = Window(rng.randrange(1, 4), rng.choice((0, 7, 30)), rng.choice((0, 5, 50)), rng.randrange(3))
+        sizes = (rng.choice((0, 7, 30)), rng.choice((0, 5, 50)))
+        window = Window(rng.randrange(1, 4), *sizes, rng.randrange(3), is_backward=rng.random() < 0.5)
         yield rng, traits, window, [rng.randrange(len(traits)) for _ in range(rng.randrange(1, 25))]
 
 
@@ -175,6 +180,19 @@ class TestLaunches(TestCase):
             ("a weight not with itself", sized(1, 1), [0, 0, 1], Window(1, together_nbytes=9), ["0", "0+1", "", ""]),
             ("a bundle of any size", bundle, range(5), Window(1, together_nbytes=10), ["0", "1+2+3", "", "", "4", ""]),
             ("meshes apart", meshes, range(3), Window(2, together_nbytes=9), ["0+2 1", "", "", ""]),
+        )
+
+    def test_a_backward_begins_with_little_ahead(self) -> None:
+        """A head, a large block and small ones: groups ahead have half of what was used before, or one use does."""
+        head, *blocks = sized(*(size << 20 for size in (8, 40, *[8] * 8)))
+        groups = [head, *(block._replace(is_group=True) for block in blocks)]
+        ahead = Window(1, nbytes=40 << 20, together_nbytes=24 << 20)
+        forward = ["0 1", "", "2+3+4 5+6+7", "", "8+9", "", "", "", "", "", ""]
+        small = ["0", "1", "2", "3+4+5", "6+7+8", "", "9", "", "", "", ""]
+        self.check(
+            ("in a forward", groups, range(10), ahead, forward),
+            ("a backward", groups, range(10), replace(ahead, is_backward=True), small),
+            ("no groups", [head, *blocks], range(10), replace(ahead, is_backward=True), forward),
         )
 
     def test_experts(self) -> None:

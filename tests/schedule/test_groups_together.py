@@ -19,9 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm import context
 from dtensor_gtp._params import gather
-from dtensor_gtp._schedule import choose_schedule
+from dtensor_gtp._schedule import choose_schedule, waiting_gradients
 from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
 from dtensor_gtp._schedule.plans import Traits, Window, _put_together
+from dtensor_gtp._schedule.waiting_gradients import Together
+
+# Of 20 groups, in a backward, where 4 have the limit of a launch: each has at most half of those before.
+SMALL_FIRST = [1, 1, 1, 1, 2, 3, 4, 4, 3]
 
 
 class Even(nn.Module):
@@ -85,6 +89,16 @@ class TestTogether(GlooTest):
                 together = [blocks[begin : begin + size] for begin in range(0, 6, size)]
                 self.assertEqual(found["reductions"], 2 * together)
                 self.assertEqual(max(map(len, found["gathers"])), 1 if size == 1 else 6 // part)
+
+    def test_reductions_start_small_and_grow(self) -> None:
+        """As the gathers of a backward do: it begins with all activations in memory. Each backward starts anew."""
+        mesh = self.gtp_mesh()
+        batch = rows_of_rank(rows(torch.Generator().manual_seed(0)), mesh)
+        with launches(4) as found, mock.patch.object(waiting_gradients, "QUICK_NBYTES", 0):
+            model = gtp_shard(seeded(lambda: Model(20, block=Even)), mesh, schedule=CHOSEN)
+            for _ in range(2):
+                square(model, batch).backward()
+        self.assertEqual([*map(len, found["reductions"])], 2 * SMALL_FIRST)
 
     def test_what_travels_in_16_bits_has_the_sums_of_a_ring(self) -> None:
         """Over microbatches, of which one is not synced and one not reduced over replicas."""
@@ -154,9 +168,18 @@ class TestTogether(GlooTest):
 
 
 def test_gathers_of_groups_start_small_and_grow() -> None:
-    """The first ones overlap with nothing; none crosses the limit."""
-    traits, uses = [Traits(nbytes=6 << 20)] * 12, tuple(range(12))
-    found = _put_together(
-        uses, traits, dict.fromkeys(uses, 0), set(), Window(1, together_nbytes=24 << 20).together_nbytes
-    )
-    assert [len(launch.positions) for launch in found] == [1, 1, 2, 4, 4]
+    """The first ones overlap with nothing, and those of a backward begin with all activations in memory; none crosses
+    the limit."""
+    traits, uses = [Traits(nbytes=6 << 20, is_group=True)] * 20, tuple(range(20))
+    for is_backward, sizes in ((False, [1, 1, 2, 4, 4, 4, 4]), (True, [1, 1, 1, 1, 1, 2, 3, 4, 4, 2])):
+        window = Window(1, together_nbytes=24 << 20, is_backward=is_backward)
+        due = {use: use for use in uses}
+        found = _put_together(uses, traits, due, set(), window)
+        assert [len(launch.positions) for launch in found] == sizes
+
+
+def test_the_planner_has_the_launches_of_the_runtime() -> None:
+    with mock.patch.object(waiting_gradients, "QUICK_NBYTES", 0):
+        together = Together[int](4)
+        found = [launch for number in range(20) for launch in together.submit(number, 1, is_group=True)]
+    assert [len(launch) for launch in [*found, *together.flush()]] == SMALL_FIRST
