@@ -73,8 +73,7 @@ PLANNER = {
         Bug("Setting._group", replace("rules.is_worth_a_group(mean, self.tokens, **kind)", "False"),
             "test_small_blocks_are_groups"),
     "small groups travel one by one":
-        Bug("Together._may_wait",
-            replace("group_may_wait", "(lambda *_: False)"),
+        Bug("Together.may_wait", replace("2 * nbytes <= self._limit_of(is_group)", "False"),
             f"{PLANNER_SIMULATION}::test_small_groups_travel_together"),
     "a block's backward reduces its gradients while others are reduced":
         Bug("_GTPShard._launch_reduction", drop("self._retire(0)"), "test_a_group_is_gathered_freed_and_reduced_once"),

@@ -138,10 +138,10 @@ RUNTIME = {
         Bug("_put_together", never("window.is_backward and traits[use].is_group"),
             "test_a_backward_begins_with_little_ahead"),
     "a backward begins with large reductions":
-        Bug("limit_of_groups", replace("min(limit, ...)", "limit"),
+        Bug("Together._limit_of", replace("min(self._limit, ...)", "self._limit"),
             f"{TOGETHER}::test_reductions_start_small_and_grow"),
     "a backward begins where the last one ended":
-        Bug("Gradients.complete", drop("self._launched_nbytes.clear()"),
+        Bug("Gradients.complete", drop("self._waiting.clear()"),
             f"{TOGETHER}::test_reductions_start_small_and_grow"),
     "budget of kept weights is not spent": Bug("choose_kept.choose", drop("left -= ..."), "test_schedule.py::TestKept"),
     "sum in the place of the mean":

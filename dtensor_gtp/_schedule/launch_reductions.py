@@ -48,7 +48,6 @@ class Gradient:
     share: float = 1.0  # its factor in the sum over unequal replicas
     place: Place | None = None  # from where copy engines fetch it, if the ring has room
     bundle: object | None = None  # gradients of one bundle are sent together
-    waiting_nbytes: int = 0  # of it and those that wait before it
     taken: list[Tensor] | None = None  # instead of ``buffer``: of a group, packed by the launch
 
 

@@ -6,7 +6,6 @@ reduce-scatter on the scatter stream, which adds this rank's rows to the gradien
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,7 +28,7 @@ from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .launch_reductions import Gradient, ReductionLaunches, Written, single
-from .waiting_gradients import fits, group_may_wait, limit_of_groups, may_wait
+from .waiting_gradients import Together
 
 
 class Gradients:
@@ -39,16 +38,14 @@ class Gradients:
         self._comm = comm
         self.launches = ReductionLaunches(comm)
         self.schedule = Schedule()  # until one is chosen
-        # By scatter group: ranks of different meshes may use different weights, so each mesh
-        # launches its own.
-        self._waiting: dict[str, list[Gradient]] = {}
+        # Of this backward, by scatter group: ranks of different meshes may use different weights, so
+        # each mesh launches its own.
+        self._waiting: dict[str, Together[Gradient]] = {}
         self._bundle: object | None = None  # of the running ``together``
         self._postponed: list[Callable[[], None]] | None = None  # jobs of the running ``postponing``
         self.recording: Any = None  # a ``graphs.record_block.Recording`` while a block is recorded
         # Reductions of the runtime, when the last group had launched its own.
         self._num_launched = 0
-        # By scatter group: bytes of groups that this backward has launched.
-        self._launched_nbytes: Counter[str] = Counter()
 
     def compute(self, job: Callable[..., None], *args: Any) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``,
@@ -94,9 +91,9 @@ class Gradients:
             yield
         finally:
             self._bundle = None
-        for name, waiting in list(self._waiting.items()):
-            if waiting[0].bundle is bundle:
-                self._launch(self._waiting.pop(name))
+        for together in self._waiting.values():
+            if together.waiting and together.waiting[0].bundle is bundle:
+                self._launch(together.flush())
 
     def target(self, weight: Reducible) -> tuple[Tensor, bool]:
         """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one
@@ -221,8 +218,6 @@ class Gradients:
         self._wait_for_earlier([gradient.weight for gradient in together])
         self.launches.launch(together)
         self._num_launched = self._comm.reductions.num_launched
-        for gradient in together:
-            self._launched_nbytes[gradient.weight.groups.scatter_name] += self.sent_nbytes(gradient.weight)
 
     def submit(self, weight: Reducible, buffer: Tensor) -> None:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later
@@ -251,7 +246,7 @@ class Gradients:
         scale = self._scale(weight)
         ring = weight.pending_grad.ring
         is_offered = ring is not None and ring.has_offered(buffer)
-        if self._waiting and not is_offered:  # otherwise ``target`` has launched them
+        if not is_offered:  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
         place = None
         if ring is not None:
@@ -262,14 +257,19 @@ class Gradients:
     def _join(self, gradient: Gradient) -> None:
         """A gradient waits for others to travel with, or is launched."""
         weight = gradient.weight
-        if not self._may_wait(weight, is_taken=gradient.taken is not None):
-            self._launch([gradient])
-            return
-        waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
-        gradient.waiting_nbytes = self.sent_nbytes(weight)
-        if waiting:
-            gradient.waiting_nbytes += waiting[-1].waiting_nbytes
-        waiting.append(gradient)
+        is_group = gradient.taken is not None
+        together = self._together_with(weight)
+        nbytes = self.sent_nbytes(weight)
+        if self._may_wait(weight, is_taken=is_group):
+            together.add(gradient, nbytes, is_group=is_group)
+        else:
+            self._launch(together.alone(gradient, nbytes, is_group=is_group))
+
+    def _together_with(self, weight: Reducible) -> Together[Gradient]:
+        name = weight.groups.scatter_name
+        if name not in self._waiting:
+            self._waiting[name] = Together(self.schedule.coalesce_grad_nbytes)
+        return self._waiting[name]
 
     def _scale(self, weight: Reducible) -> collectives.ReduceScale:
         dtype = sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
@@ -283,43 +283,33 @@ class Gradients:
             return nbytes * weight.compute_dtype.itemsize // weight.reduce_dtype.itemsize
         return nbytes
 
-    def _limit(self, weight: Reducible) -> int:
-        """Bytes of one launch."""
-        limit = self.schedule.coalesce_grad_nbytes
-        if isinstance(weight, WeightGroup):
-            limit = limit_of_groups(limit, self._launched_nbytes[weight.groups.scatter_name])
-        return limit
-
     def _may_wait(self, weight: Reducible, *, is_taken: bool = False) -> bool:
         """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group,
         and not packed yet."""
-        limit = self._limit(weight)
-        nbytes = self.sent_nbytes(weight)
+        may_wait = partial(self._together_with(weight).may_wait, self.sent_nbytes(weight))
         if isinstance(weight, WeightGroup):
             # A stream that is new to a backward waits for the one before: with one alone it is safe
             # to pack later.
             has_one_stream = len(self._comm.streams.computing) <= 1
-            return is_taken and has_one_stream and group_may_wait(nbytes, limit)
-        is_small = self._bundle is not None or may_wait(nbytes, limit)
+            return is_taken and has_one_stream and may_wait(is_group=True)
+        is_small = self._bundle is not None or may_wait(is_group=False)
         return is_small and can_travel_together(weight.groups.reduce_scatter, weight.layout.world)
 
     def _launch_others(self, weight: Reducible, scale: collectives.ReduceScale, *, is_taken: bool = False) -> None:
         """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``,
         may join them."""
-        waiting = self._waiting.get(weight.groups.scatter_name)
-        if waiting is None:
+        together = self._together_with(weight)
+        if not together.waiting:
             return
-        first = waiting[0]
+        first = together.waiting[0]
         other = first.weight
         # One launch has one communicator, dtype and scale. Only gradients of groups are packed.
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         is_alike = is_alike and (first.taken is not None) == is_taken
-        may_join = self._bundle is not None or fits(
-            waiting[-1].waiting_nbytes, self.sent_nbytes(weight), self._limit(weight)
-        )
+        may_join = self._bundle is not None or together.takes(self.sent_nbytes(weight), is_group=is_taken)
         if not (is_alike and may_join and self._may_wait(weight, is_taken=is_taken)):
-            self._launch(self._waiting.pop(weight.groups.scatter_name))
+            self._launch(together.flush())
 
     def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that the replay of a recorded block has written to these buffers."""
@@ -342,8 +332,9 @@ class Gradients:
 
     def launch_waiting(self) -> None:
         """Launch the gradients that wait for others to travel with."""
-        for name in list(self._waiting):
-            self._launch(self._waiting.pop(name))
+        for together in self._waiting.values():
+            if together.waiting:
+                self._launch(together.flush())
 
     def settle(self) -> None:
         """Launch all gradients so far, and make compute wait for them."""
@@ -419,12 +410,11 @@ class Gradients:
             param.gradient.publish(param.fqn, param.flags.all_reduce_hook)
         for group in groups:
             group.pending_grad.settle()
-        self._launched_nbytes.clear()
+        self._waiting.clear()  # all were launched
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
         self._waiting.clear()  # these were not launched
-        self._launched_nbytes.clear()
         self._comm.abandon()
         if self.launches.replicas is not None:
             self.launches.replicas.reset()

@@ -18,30 +18,13 @@ T = TypeVar("T")
 
 
 def may_wait(nbytes: int, limit: int) -> bool:
-    """Whether a gradient of so many bytes waits for others to travel with."""
+    """Whether a gradient of so many bytes, not of a group, waits for others to travel with."""
     return nbytes < limit
 
 
-def group_may_wait(nbytes: int, limit: int) -> bool:
-    """Whether the gradients of a group wait: it is many weights already, so a second one of its size has to fit."""
-    return fits(nbytes, nbytes, limit)
-
-
-def limit_of_groups(limit: int, launched_nbytes: int) -> int:
-    """Bytes of the next launch of groups, after launches of so many bytes in this backward."""
-    return min(limit, max(launched_nbytes // 2, QUICK_NBYTES))
-
-
-def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
-    """Whether a gradient joins those that wait."""
-    return waiting_nbytes + nbytes <= limit
-
-
 class Together(Generic[T]):
-    """The gradients of one lane, where all of groups may join each other, and all others, see [Note: which gradients
-    travel together].
-
-    The runtime asks the functions above: it launches those that wait before it makes the next one."""
+    """The gradients of one lane in one backward, where all of groups may join each other, and all others, see [Note:
+    which gradients travel together]."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -50,35 +33,49 @@ class Together(Generic[T]):
         self._launched_nbytes = 0  # of groups
         self._are_groups = False  # what waits
 
+    def _limit_of(self, is_group: bool) -> int:
+        """Bytes of the next launch."""
+        if is_group:
+            return min(self._limit, max(self._launched_nbytes // 2, QUICK_NBYTES))
+        return self._limit
+
+    def may_wait(self, nbytes: int, *, is_group: bool) -> bool:
+        """Whether a gradient of so many bytes waits for others to travel with."""
+        if is_group:  # it is many weights already, so a second one of its size has to fit
+            return 2 * nbytes <= self._limit_of(is_group)
+        return may_wait(nbytes, self._limit)
+
+    def takes(self, nbytes: int, *, is_group: bool) -> bool:
+        """Whether a gradient may join those that wait."""
+        fits = self._nbytes + nbytes <= self._limit_of(is_group)
+        return fits and is_group == self._are_groups and self.may_wait(nbytes, is_group=is_group)
+
+    def add(self, gradient: T, nbytes: int, *, is_group: bool) -> None:
+        """A gradient waits, with those that ``takes`` it or alone."""
+        self.waiting.append(gradient)
+        self._nbytes += nbytes
+        self._are_groups = is_group
+
+    def alone(self, gradient: T, nbytes: int, *, is_group: bool) -> list[T]:
+        """What is launched with a gradient that may not wait."""
+        self._launched_nbytes += nbytes * is_group
+        return [gradient]
+
+    def flush(self) -> list[T]:
+        """What waits is launched."""
+        waiting = self.waiting
+        self._launched_nbytes += self._nbytes * self._are_groups
+        self.waiting = []
+        self._nbytes = 0
+        return waiting
+
     def submit(self, gradient: T, nbytes: int, *, is_group: bool) -> list[list[T]]:
         """What a gradient launches: those that wait and do not take it along, and itself if it travels alone."""
         launches: list[list[T]] = []
-        joins = is_group == self._are_groups and fits(self._nbytes, nbytes, self._limit_of(is_group))
-        if not (joins and self._may_wait(nbytes, is_group)):
-            launches = self.flush()
-        self._are_groups = is_group
-        self.waiting.append(gradient)
-        self._nbytes += nbytes
-        if not self._may_wait(nbytes, is_group):
-            launches += self.flush()
+        if self.waiting and not self.takes(nbytes, is_group=is_group):
+            launches.append(self.flush())
+        if self.may_wait(nbytes, is_group=is_group):
+            self.add(gradient, nbytes, is_group=is_group)
+        else:
+            launches.append(self.alone(gradient, nbytes, is_group=is_group))
         return launches
-
-    def _limit_of(self, is_group: bool) -> int:
-        if is_group:
-            return limit_of_groups(self._limit, self._launched_nbytes)
-        return self._limit
-
-    def _may_wait(self, nbytes: int, is_group: bool) -> bool:
-        if is_group:
-            return group_may_wait(nbytes, self._limit_of(is_group))
-        return may_wait(nbytes, self._limit)
-
-    def flush(self) -> list[list[T]]:
-        """What waits is launched: backward ends."""
-        waiting = self.waiting
-        self.waiting = []
-        self._launched_nbytes += self._nbytes * self._are_groups
-        self._nbytes = 0
-        if not waiting:
-            return []
-        return [waiting]

@@ -120,8 +120,8 @@ def moments(uses: Sequence[Use], state: int, schedule: Schedule) -> list[Peak]:
         if schedule.wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
     before = reducing()
-    if launches := gradients.flush():
-        added = sum(other.sent + other.grad for launch in launches for other in launch)
+    if gradients.waiting:
+        added = sum(other.sent + other.grad for other in gradients.flush())
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
 

@@ -196,8 +196,8 @@ class _GTPShard(Program):
     def finish(self) -> Program:
         """Backward ends: compute waits for all reductions."""
         for together in self._together.values():
-            for launch in together.flush():
-                self._launch_reduction(launch)
+            if together.waiting:
+                self._launch_reduction(together.flush())
         self._retire(0)
         trace = self.setting.trace
         axis = self.costs.axis("gtp")

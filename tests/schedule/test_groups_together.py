@@ -182,4 +182,4 @@ def test_the_planner_has_the_launches_of_the_runtime() -> None:
     with mock.patch.object(waiting_gradients, "QUICK_NBYTES", 0):
         together = Together[int](4)
         found = [launch for number in range(20) for launch in together.submit(number, 1, is_group=True)]
-    assert [len(launch) for launch in [*found, *together.flush()]] == SMALL_FIRST
+    assert [len(launch) for launch in [*found, together.flush()]] == SMALL_FIRST
