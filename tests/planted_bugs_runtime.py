@@ -78,7 +78,7 @@ RUNTIME = {
     "rows that no number of ranks divides are packed as if it did":
         Bug("chunk_cat", without("tensor.shape[0] % num_chunks == 0"), f"{TOGETHER}::test_steps_equal_one_process"),
     "a single weight joins groups that wait":
-        Bug("Gradients._launch_others", without("(first.taken is not None) == is_taken"),
+        Bug("Together.takes", without("is_group == self._are_groups"),
             "test_other_gradients_end_the_wait"),
     "gradients that arrive after the backward of their block are lost":
         Bug("Runtime._finish_blocks", never("group.pending_grad.have_arrived"), "test_weights_that_other_code_reads"),

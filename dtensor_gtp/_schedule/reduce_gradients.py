@@ -303,10 +303,9 @@ class Gradients:
             return
         first = together.waiting[0]
         other = first.weight
-        # One launch has one communicator, dtype and scale. Only gradients of groups are packed.
+        # One launch has one communicator, dtype and scale.
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
-        is_alike = is_alike and (first.taken is not None) == is_taken
         may_join = self._bundle is not None or together.takes(self.sent_nbytes(weight), is_group=is_taken)
         if not (is_alike and may_join and self._may_wait(weight, is_taken=is_taken)):
             self._launch(together.flush())

@@ -23,8 +23,8 @@ def may_wait(nbytes: int, limit: int) -> bool:
 
 
 class Together(Generic[T]):
-    """The gradients of one lane in one backward, where all of groups may join each other, and all others, see [Note:
-    which gradients travel together]."""
+    """The gradients of one lane in one backward, see [Note: which gradients travel together]. Those of groups may join
+    each other, and so may all others: only those of groups are packed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
