@@ -140,9 +140,10 @@ def _entry(path: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
 
 
 class SafetensorsReader(StorageReader):
-    """Lets ``torch.distributed.checkpoint`` read these tensors, each rank the parts that it asks for."""
+    """Lets ``torch.distributed.checkpoint`` read these tensors, each rank the parts that it asks for. Others than
+    ``Stored`` have its fields, and a method ``region(offsets, sizes)``."""
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, stored: Mapping[str, Any]) -> None:
         self._stored = stored
 
     @classmethod
@@ -176,10 +177,13 @@ class SafetensorsReader(StorageReader):
         data = torch.UntypedStorage()
         for item in items:
             stored = self._stored[item.storage_index.fqn]
-            if path != stored.path:
-                path = stored.path
-                data = _mapped(stored.path)
-            part = region_of(data, stored, item.storage_offsets, item.lengths)
+            if not isinstance(stored, Stored):
+                part = stored.region(item.storage_offsets, item.lengths)
+            else:
+                if path != stored.path:
+                    path = stored.path
+                    data = mapped(stored.path)
+                part = region_of(data, stored, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -192,7 +196,8 @@ class SafetensorsReader(StorageReader):
         return str(stored.path), stored.begin
 
 
-def _mapped(path: Path) -> torch.UntypedStorage:
+def mapped(path: Path) -> torch.UntypedStorage:
+    """The bytes of a file, which the system reads as they are used."""
     data = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
     assert isinstance(data, torch.UntypedStorage)
     return data

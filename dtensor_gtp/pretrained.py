@@ -25,6 +25,7 @@ from . import _torch_compat as compat
 from ._howto import did_you_mean
 from ._modules.binding import runtimes_below
 from ._progress import Progress
+from ._published import as_published, has_conversions, published
 from ._safetensors import INDEX, NAMES, SINGLE, SafetensorsReader, stored_in, write_header
 from .checkpoint import load
 from .quant.native import native_of
@@ -48,7 +49,8 @@ def load_pretrained(
     Args:
         model: A module after ``gtp_shard``.
         path: A folder with ``model.safetensors``, or with several files and their index; or one file.
-        rename: Maps a name in the model's state dict to the name in the files; None: names are equal.
+        rename: Maps a name in the model's state dict to the name in the files; None: names are equal, or as
+            transformers stores a model of its own (from 5.0), whose conversions also merge tensors, such as experts.
 
     Returns:
         Names of tensors in the files that the model does not have.
@@ -69,11 +71,16 @@ def load_pretrained(
         >>> model.weight.to_local().shape
         torch.Size([16, 64])
     """
-    stored = stored_in(path)
+    stored: dict[str, Any] = dict(stored_in(path))
     _leave_meta(model)
     state = model.state_dict()
     names = {key: rename(key) if rename is not None else key for key in state}
     planes = _planes(model)
+    used = set(names.values())
+    if rename is None and not used <= set(stored) and has_conversions(model):
+        found, read = published(model, dict.fromkeys([*names, *planes.values()], True), stored)
+        used |= read
+        stored |= found
     wanted: dict[str, Any] = {}
     missing = []
     for keys in _by_tensor(model, state):
@@ -98,7 +105,7 @@ def load_pretrained(
             )
     with Progress(_LOG, f"reading {path}"):
         load(wanted, model=model, storage_reader=SafetensorsReader(stored))
-    return tuple(sorted(set(stored) - set(names.values())))
+    return tuple(sorted(set(stored) - used))
 
 
 def _check_is_value(
@@ -135,7 +142,8 @@ def _planes(model: nn.Module) -> dict[str, str]:
 def save_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, max_file_nbytes: int = 5 << 30
 ) -> None:
-    """Write the whole model as safetensors, which ``from_pretrained`` and :func:`load_pretrained` read.
+    """Write the whole model as safetensors, which ``from_pretrained`` and :func:`load_pretrained` read. A model of
+    transformers (from 5.0) gets the names and layout that its own ``save_pretrained`` gives it.
 
     Call it on all ranks. They gather one tensor after the other, so rank 0 needs host memory for the largest one.
     A model that was saved in the folder is deleted after this one is written, so the disk needs space for both.
@@ -159,6 +167,7 @@ def save_pretrained(
     state = model.state_dict()
     tensors = {keys[0]: state[keys[0]] for keys in _by_tensor(model, state)}
     dtypes = {key: _stored_dtype(tensor.dtype, dtype) for key, tensor in tensors.items()}
+    parts = _parts(model, {key: torch.empty(t.shape, dtype=dtypes[key], device="meta") for key, t in tensors.items()})
     for key, stored in dtypes.items():
         if stored not in NAMES:
             raise ValueError(
@@ -176,12 +185,12 @@ def save_pretrained(
             file = None
             if is_writer:
                 file = folder / f"{name}{_INCOMPLETE}"
-            _write(file, {key: tensors[key] for key in keys}, dtypes, progress)
+            _write(model, file, {key: (tensors[key], parts[key]) for key in keys}, progress)
     if is_writer:
         names = list(files)
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {}}
-            index["weight_map"] = {key: name for name, keys in files.items() for key in keys}
+            index["weight_map"] = {part: name for name, keys in files.items() for key in keys for part in parts[key]}
             (folder / f"{INDEX}{_INCOMPLETE}").write_text(json.dumps(index, indent=1) + "\n")
             names.append(INDEX)
         _replace_earlier(folder, names)
@@ -207,21 +216,42 @@ def _meet(model: nn.Module) -> None:
             dist.barrier(group=mesh.get_group(axis))
 
 
-def _write(path: Path | None, tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype], progress: Progress) -> None:
+def _parts(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What is written for each of these tensors on the meta device: itself, or what transformers makes of it."""
+    alone = {key: {key: tensor} for key, tensor in tensors.items()}
+    if not has_conversions(model):
+        return alone
+    wanted = as_published(model, tensors)
+    parts = {key: alone[key] if key in wanted else as_published(model, {key: tensors[key]}) for key in tensors}
+    made = {name: part.shape for each in parts.values() for name, part in each.items()}
+    if made != {name: tensor.shape for name, tensor in wanted.items()}:
+        return alone  # a conversion needs several tensors at once: ``from_pretrained`` reads these names, too
+    return parts
+
+
+def _write(
+    model: nn.Module, path: Path | None, tensors: dict[str, tuple[Tensor, dict[str, Tensor]]], progress: Progress
+) -> None:
+    """Write tensors, each as its parts, which say names, shapes and dtypes."""
     if path is None:
         file = None
     else:
         file = path.open("wb")
     try:
         if file is not None:
-            write_header(file, {key: (dtypes[key], torch.Size(tensor.shape)) for key, tensor in tensors.items()})
-        for key, tensor in tensors.items():
+            parts = {name: part for _, each in tensors.values() for name, part in each.items()}
+            write_header(file, {name: (part.dtype, part.shape) for name, part in parts.items()})
+        for key, (tensor, parts) in tensors.items():
             whole = tensor
             if isinstance(tensor, DTensor):
                 whole = tensor.full_tensor()  # on all ranks
             if file is not None:
-                values = whole.detach().to("cpu", dtypes[key]).contiguous()
-                file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))  # needs no numpy
+                found = {key: whole.detach().to("cpu", next(iter(parts.values())).dtype)}
+                if list(parts) != [key]:
+                    found = as_published(model, found)
+                for name in parts:
+                    values = found[name].contiguous()
+                    file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))  # needs no numpy
             progress.advance(key)
     finally:
         if file is not None:

@@ -30,7 +30,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..quant.native import native_of
 from .binding import BoundModule
-from .frames import ADVICE_FOR_JIT
+from .frames import ADVICE_FOR_JIT, as_forward
 
 logger = logging.getLogger(__name__)
 
@@ -366,6 +366,18 @@ def is_alone_by_default(stock: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.default is False
 
 
+def _generate(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The method ``generate`` of ``module`` after ``gtp_shard``; ``stock`` is that of its class."""
+    generate = stock
+    are_together = "_is_fsdp_managed_module" in module.__dict__  # ``bind`` has set it: there are other ranks
+    if are_together and is_alone_by_default(stock):
+        generate = generate_together(stock)
+    # One that a model has of its own may read parameters outside of a forward, as that of BLIP-2 does.
+    if stock.__module__.startswith("transformers.models.") and module._gtp_binding.params:
+        generate = as_forward(MethodType(generate, module), "generate")
+    return generate
+
+
 class Refusal(str):
     """An error message; code that asks whether it is true raises it."""
 
@@ -399,10 +411,8 @@ def override(module: nn.Module) -> None:
         attributes[name] = MethodType(function, module)  # on the instance: its class stays as it is
     if callable(resize := getattr(cls, "resize_token_embeddings", None)):
         attributes["resize_token_embeddings"] = MethodType(resize_or_refuse(resize), module)
-    generate = getattr(cls, "generate", None)
-    are_together = "_is_fsdp_managed_module" in attributes  # ``bind`` has set it: there are other ranks
-    if are_together and inspect.isfunction(generate) and is_alone_by_default(generate):
-        attributes["generate"] = MethodType(generate_together(generate), module)
+    if inspect.isfunction(stock := getattr(cls, "generate", None)):
+        attributes["generate"] = MethodType(_generate(module, stock), module)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         attributes["_fill_padding_idx_with_zero"] = MethodType(_zero_padding_row, module)
     # ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for

@@ -1,0 +1,136 @@
+"""Models that ``transformers`` stores under other names than it has in memory, or in other tensors: the folder of its
+``save_pretrained`` is what ``load_pretrained`` reads, and what ours writes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from common import assert_same_params, shared_directory
+from integration_common import LibraryTest, needs
+
+from dtensor_gtp import _published
+from dtensor_gtp._safetensors import stored_in
+from dtensor_gtp.pretrained import load_pretrained, save_pretrained
+
+TEXT = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = {key: value for key, value in TEXT.items() if key != "vocab_size"} | {"image_size": 8, "patch_size": 4}
+
+
+def make_llava() -> nn.Module:
+    """Its text and vision models have other prefixes in memory."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    text, vision = {"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **VISION}
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=60))
+
+
+def make_mixtral() -> nn.Module:
+    """Its files have three matrices for each expert, its memory two tensors for all."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=4))
+
+
+def make_blip2() -> nn.Module:
+    """Its own ``generate`` reads the queries outside of a forward."""
+    from transformers import Blip2Config, Blip2ForConditionalGeneration
+
+    text = {"model_type": "opt", **TEXT, "ffn_dim": 24, "max_position_embeddings": 64, "word_embed_proj_dim": 16}
+    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    queries = {**TEXT, "encoder_hidden_size": 16, "cross_attention_frequency": 1}
+    parts = {"text_config": text, "vision_config": VISION, "qformer_config": queries}
+    return Blip2ForConditionalGeneration(Blip2Config(**parts, num_query_tokens=3, image_token_index=60))
+
+
+def seeded(make: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return make().eval()
+
+
+@contextmanager
+def noted_reads() -> Iterator[list[str]]:
+    """Names of stored tensors that this rank reads to convert them."""
+    names: list[str] = []
+    stock = _published.Converted.region
+
+    def region(self: _published.Converted, *args: Any) -> torch.Tensor:
+        def convert(tensors: Any) -> torch.Tensor:
+            found = list(tensors)
+            names.extend(part.name for part, _ in found)
+            return self.convert(found)
+
+        return stock(self._replace(convert=convert), *args)
+
+    with mock.patch.object(_published.Converted, "region", region):
+        yield names
+
+
+@needs("transformers", extra="transformers")
+class TestPublishedNames(LibraryTest):
+    def theirs(self, folder: Path, model: Any) -> Path:
+        if self.rank == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        return folder
+
+    def test_files_of_transformers_are_read_and_written(self) -> None:
+        for make in (make_llava, make_mixtral):
+            with self.subTest(make.__name__), shared_directory() as folder:
+                reference = seeded(make)
+                theirs = self.theirs(folder / "theirs", reference)
+                with torch.device("meta"):
+                    model = seeded(make, 1)
+                self.shard(model)
+                self.assertEqual(load_pretrained(model, theirs), ())
+                assert_same_params(model, reference, rtol=0.0, atol=0.0)
+                save_pretrained(model, folder / "ours", max_file_nbytes=16 << 10)
+                shapes = [
+                    {name: (stored.dtype, stored.shape) for name, stored in stored_in(folder / name).items()}
+                    for name in ("ours", "theirs")
+                ]
+                self.assertEqual(*shapes)
+                self.assertNotEqual(set(shapes[0]), set(model.state_dict()))
+                again = self.shard(seeded(make, 2))
+                load_pretrained(again, folder / "ours")
+                assert_same_params(again, reference, rtol=0.0, atol=0.0)
+
+    def test_names_of_memory_are_read(self) -> None:
+        """As files of before have them."""
+        with shared_directory() as folder, mock.patch("dtensor_gtp.pretrained.has_conversions", return_value=False):
+            reference = seeded(make_llava)
+            save_pretrained(self.shard(seeded(make_llava)), folder)
+            self.assertIn("model.language_model.norm.weight", stored_in(folder))
+            model = self.shard(seeded(make_llava, 1))
+            load_pretrained(model, folder)
+            assert_same_params(model, reference, rtol=0.0, atol=0.0)
+            self.theirs(folder / "theirs", reference)
+            self.assertRaisesRegex(ValueError, "does not find .* tensors", load_pretrained, model, folder / "theirs")
+
+    def test_a_rank_reads_its_experts_alone(self) -> None:
+        with shared_directory() as folder:
+            theirs = self.theirs(folder, seeded(make_mixtral))
+            model = self.shard(seeded(make_mixtral, 1))
+            with noted_reads() as names:
+                load_pretrained(model, theirs)
+            experts = {int(name.split(".experts.")[1].split(".")[0]) for name in names}
+            self.assertEqual(experts, {2 * self.rank, 2 * self.rank + 1})
+            self.assertEqual(len(names), 2 * 2 * 3)  # of two layers, for two experts
+
+    def test_what_no_file_has_is_named(self) -> None:
+        with shared_directory() as folder:
+            theirs = self.theirs(folder, seeded(make_mixtral))
+            model = self.shard(seeded(make_llava))
+            self.assertRaisesRegex(ValueError, "does not find .* tensors of Llava", load_pretrained, model, theirs)
+
+    def test_generate_that_reads_parameters_of_the_model(self) -> None:
+        reference = seeded(make_blip2)
+        ids = torch.cat([torch.full((2, 3), 60), torch.arange(3, 15).view(2, 6)], 1)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 8, 8)}
+        options = {"max_new_tokens": 4, "do_sample": False}
+        model = self.shard(seeded(make_blip2))
+        self.assertEqual(model.generate(**batch, **options), reference.generate(**batch, **options))
