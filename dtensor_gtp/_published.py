@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,21 +38,22 @@ class Converted(NamedTuple):
     has_part_a_row: bool  # of each pattern, as for experts: row k is made of the k-th tensors alone
 
     def region(self, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
-        """A part of it. Where each tensor makes a row, only those rows are read."""
+        """A part of it. Where each tensor makes a row, only those rows are read; elsewhere all parts."""
         regions = list(zip(offsets, sizes, strict=True))
         parts = self.parts
         if self.has_part_a_row:
             first, number = regions[0]
             regions[0] = (0, number)
             parts = tuple(part for alike in _by_pattern(parts) for part in alike[first : first + number])
-        whole = self.convert((part, _read(part.stored)) for part in parts)
+        files = {path: mapped(path) for path in {part.stored.path for part in parts}}
+        whole = self.convert((part, _read(part.stored, files[part.stored.path])) for part in parts)
         for dim, (offset, size) in enumerate(regions):
             whole = whole.narrow(dim, offset, size)
         return whole
 
 
-def _read(stored: Stored) -> Tensor:
-    return region_of(mapped(stored.path), stored, [0] * len(stored.shape), stored.shape)
+def _read(stored: Stored, file: torch.UntypedStorage) -> Tensor:
+    return region_of(file, stored, [0] * len(stored.shape), stored.shape)
 
 
 def _by_pattern(parts: Iterable[Part]) -> list[list[Part]]:
@@ -70,8 +72,12 @@ def has_conversions(model: nn.Module) -> bool:
 def published(
     model: nn.Module, keys: Mapping[str, Any], stored: Mapping[str, Stored]
 ) -> tuple[dict[str, Stored | Converted], set[str]]:
-    """For each key of a state dict that the files have under another name, or in other tensors: where its values are.
-    And the names of all tensors in the files that are read for it."""
+    """For each key of a state dict that the files have, under whatever name or in other tensors: where its values are.
+    And the names of all tensors in the files that are read for that.
+
+    Raises:
+        ValueError: The files lack a part of a tensor.
+    """
     from transformers import conversion_mapping, core_model_loading  # type: ignore[import-not-found, unused-ignore]
 
     transforms = conversion_mapping.get_model_conversion_mapping(model)
@@ -82,8 +88,11 @@ def published(
     used: set[str] = set()
     merged: dict[str, list[Part]] = {}  # by the first key that a conversion makes
     prefix: Any = model.base_model_prefix
-    for name in sorted(stored, key=core_model_loading.dot_natural_key):
+    for name in sorted(stored, key=_with_numbers):  # experts in their order
         key, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, keys)
+        if key not in keys and name in keys:  # as in memory
+            key = name
+            pattern = None
         if key not in keys:
             continue
         used.add(name)
@@ -97,6 +106,11 @@ def published(
     return found, used
 
 
+def _with_numbers(name: str) -> list[tuple[int, str]]:
+    """For sorting: parts of a name, numbers by their value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
 def _conversion(model: Any, converter: Any, key: str) -> Callable[[Iterable[tuple[Part, Tensor]]], dict[str, Tensor]]:
     """What makes tensors of parts, all that are named ``key`` and after it."""
 
@@ -105,6 +119,8 @@ def _conversion(model: Any, converter: Any, key: str) -> Callable[[Iterable[tupl
         for part, tensor in tensors:
             work.add_tensor(key, part.name, part.pattern, tensor)
         made = work.convert(key, model=model, config=model.config)
+        if isinstance(made, tuple):  # transformers 5.0.0 adds what went wrong
+            made = made[0]
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
     return convert
@@ -118,22 +134,30 @@ def _converted(
     def on_meta(some: Iterable[Part]) -> dict[str, Tensor]:
         return convert((part, torch.empty(part.stored.shape, dtype=part.stored.dtype, device="meta")) for part in some)
 
-    made = on_meta(parts)
+    try:
+        made = on_meta(parts)
+    except Exception as error:
+        names = ", ".join(repr(part.name) for part in parts[:3])
+        raise ValueError(
+            f"load_pretrained cannot merge {len(parts)} tensors of {parts[0].stored.path.parent} ({names}...), "
+            f"perhaps because some are missing: {error}"
+        ) from error
     alike = _by_pattern(parts)
     has_rows = False
     if len(made) == 1:
         ((name, whole),) = made.items()
         if all(whole.shape[:1] == (len(each),) for each in alike):
-            has_rows = on_meta(each[0] for each in alike)[name].shape == (1, *whole.shape[1:])
+            with suppress(Exception):  # an operation may need all
+                has_rows = on_meta(each[0] for each in alike)[name].shape == (1, *whole.shape[1:])
     first = parts[0].stored
-    return {
-        name: Converted(
-            *(first.path, first.begin, whole.dtype, tuple(whole.shape), tuple(parts)),
-            lambda tensors, name=name: convert(tensors)[name],  # type: ignore[misc]
-            has_rows,
-        )
-        for name, whole in made.items()
-    }
+
+    def converted(name: str, whole: Tensor) -> Converted:
+        def of(tensors: Iterable[tuple[Part, Tensor]]) -> Tensor:
+            return convert(tensors)[name]
+
+        return Converted(first.path, first.begin, whole.dtype, tuple(whole.shape), tuple(parts), of, has_rows)
+
+    return {name: converted(name, whole) for name, whole in made.items()}
 
 
 def as_published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,16 @@ def load_pretrained(
         model: A module after ``gtp_shard``.
         path: A folder with ``model.safetensors``, or with several files and their index; or one file.
         rename: Maps a name in the model's state dict to the name in the files; None: names are equal, or as
-            transformers stores a model of its own (from 5.0), whose conversions also merge tensors, such as experts.
+            transformers stores a model of its own (from 5.0), whose conversions also merge tensors. Of merged experts a
+            rank reads its own; of what else is merged it reads all.
 
     Returns:
         Names of tensors in the files that the model does not have.
 
     Raises:
-        ValueError: Tensors of the model are not in the files; the message names the most similar ones. Or shapes
-            differ, a file is damaged or holds quantized elements of a weight, or a buffer cannot be recomputed.
+        ValueError: Tensors of the model, or parts of them, are not in the files; the message names the most similar
+            ones. Or shapes differ, a file is damaged or holds quantized elements of a weight, or a buffer cannot be
+            recomputed.
         FileNotFoundError: There are no such files.
 
     Example:
@@ -76,10 +79,10 @@ def load_pretrained(
     state = model.state_dict()
     names = {key: rename(key) if rename is not None else key for key in state}
     planes = _planes(model)
-    used = set(names.values())
-    if rename is None and not used <= set(stored) and has_conversions(model):
-        found, read = published(model, dict.fromkeys([*names, *planes.values()], True), stored)
-        used |= read
+    unused = set(stored) - set(names.values())
+    if rename is None and has_conversions(model):
+        found, used = published(model, dict.fromkeys([*names, *planes.values()], True), stored)
+        unused -= used
         stored |= found
     wanted: dict[str, Any] = {}
     missing = []
@@ -105,7 +108,7 @@ def load_pretrained(
             )
     with Progress(_LOG, f"reading {path}"):
         load(wanted, model=model, storage_reader=SafetensorsReader(stored))
-    return tuple(sorted(set(stored) - used))
+    return tuple(sorted(unused))
 
 
 def _check_is_value(
@@ -142,10 +145,12 @@ def _planes(model: nn.Module) -> dict[str, str]:
 def save_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, max_file_nbytes: int = 5 << 30
 ) -> None:
-    """Write the whole model as safetensors, which ``from_pretrained`` and :func:`load_pretrained` read. A model of
-    transformers (from 5.0) gets the names and layout that its own ``save_pretrained`` gives it.
+    """Write the whole model as safetensors, which ``from_pretrained`` and :func:`load_pretrained` read. Tensors of a
+    model of transformers (from 5.0) get the names and layout that its own ``save_pretrained`` gives them, except those
+    that are converted together with others: they are as in memory.
 
-    Call it on all ranks. They gather one tensor after the other, so rank 0 needs host memory for the largest one.
+    Call it on all ranks. They gather one tensor after the other, so rank 0 needs host memory for the largest one, twice
+    if that is split.
     A model that was saved in the folder is deleted after this one is written, so the disk needs space for both.
 
     Args:
@@ -185,12 +190,14 @@ def save_pretrained(
             file = None
             if is_writer:
                 file = folder / f"{name}{_INCOMPLETE}"
-            _write(model, file, {key: (tensors[key], parts[key]) for key in keys}, progress)
+            _write(model, file, {key: tensors[key] for key in keys}, dtypes, parts, progress)
     if is_writer:
         names = list(files)
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {}}
-            index["weight_map"] = {part: name for name, keys in files.items() for key in keys for part in parts[key]}
+            index["weight_map"] = {
+                part: name for name, keys in files.items() for key in keys for part in parts.get(key, [key])
+            }
             (folder / f"{INDEX}{_INCOMPLETE}").write_text(json.dumps(index, indent=1) + "\n")
             names.append(INDEX)
         _replace_earlier(folder, names)
@@ -217,39 +224,55 @@ def _meet(model: nn.Module) -> None:
 
 
 def _parts(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """What is written for each of these tensors on the meta device: itself, or what transformers makes of it."""
-    alone = {key: {key: tensor} for key, tensor in tensors.items()}
+    """What transformers makes of these tensors on the meta device, each by itself; without those that stay as they are,
+    and those that it converts only together with others."""
     if not has_conversions(model):
-        return alone
-    wanted = as_published(model, tensors)
-    parts = {key: alone[key] if key in wanted else as_published(model, {key: tensors[key]}) for key in tensors}
-    made = {name: part.shape for each in parts.values() for name, part in each.items()}
-    if made != {name: tensor.shape for name, tensor in wanted.items()}:
-        return alone  # a conversion needs several tensors at once: ``from_pretrained`` reads these names, too
+        return {}
+    try:
+        wanted = as_published(model, tensors)
+    except Exception:  # what ``from_pretrained`` did has no way back
+        return {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if wanted.get(key) is tensor:
+            continue
+        with suppress(Exception):  # others are missing
+            made = as_published(model, {key: tensor})
+            if all(name in wanted and wanted[name].shape == part.shape for name, part in made.items()):
+                parts[key] = made
+    names = [name for key in tensors for name in parts.get(key, [key])]
+    if len(set(names)) < len(names):
+        return {}
     return parts
 
 
 def _write(
-    model: nn.Module, path: Path | None, tensors: dict[str, tuple[Tensor, dict[str, Tensor]]], progress: Progress
+    model: nn.Module,
+    path: Path | None,
+    tensors: dict[str, Tensor],
+    dtypes: dict[str, torch.dtype],
+    parts: dict[str, dict[str, Tensor]],
+    progress: Progress,
 ) -> None:
-    """Write tensors, each as its parts, which say names, shapes and dtypes."""
+    """Write tensors, and those that have ``parts`` as these."""
     if path is None:
         file = None
     else:
         file = path.open("wb")
     try:
         if file is not None:
-            parts = {name: part for _, each in tensors.values() for name, part in each.items()}
-            write_header(file, {name: (part.dtype, part.shape) for name, part in parts.items()})
-        for key, (tensor, parts) in tensors.items():
+            written = [each for key, tensor in tensors.items() for each in parts.get(key, {key: tensor}).items()]
+            of_key = {key: dtypes[key] for key in tensors if key not in parts}
+            write_header(file, {name: (of_key.get(name, each.dtype), torch.Size(each.shape)) for name, each in written})
+        for key, tensor in tensors.items():
             whole = tensor
             if isinstance(tensor, DTensor):
                 whole = tensor.full_tensor()  # on all ranks
             if file is not None:
-                found = {key: whole.detach().to("cpu", next(iter(parts.values())).dtype)}
-                if list(parts) != [key]:
+                found = {key: whole.detach().to("cpu", dtypes[key])}
+                if key in parts:
                     found = as_published(model, found)
-                for name in parts:
+                for name in parts.get(key, [key]):
                     values = found[name].contiguous()
                     file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))  # needs no numpy
             progress.advance(key)

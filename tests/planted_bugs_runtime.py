@@ -133,7 +133,8 @@ RUNTIME = {
         Bug("_put_together", replace("min(window.together_nbytes, ...)", "window.together_nbytes"),
             "test_schedule.py::TestLaunches"),
     "a backward begins with many groups ahead":
-        Bug("_steps_by_size", never("window.is_backward and is_group"), "test_a_backward_begins_with_little_ahead"),
+        Bug("_steps_by_size", never("window.is_backward and traits.is_group"),
+            "test_a_backward_begins_with_little_ahead"),
     "a backward begins with large launches of groups":
         Bug("_put_together", never("window.is_backward and traits[use].is_group"),
             "test_a_backward_begins_with_little_ahead"),
@@ -141,7 +142,7 @@ RUNTIME = {
         Bug("Together._limit_of", replace("min(self._limit, ...)", "self._limit"),
             f"{TOGETHER}::test_reductions_start_small_and_grow"),
     "a backward begins where the last one ended":
-        Bug("Gradients.complete", drop("self._waiting.clear()"),
+        Bug("Gradients.end_backward", drop("self._waiting.clear()"),
             f"{TOGETHER}::test_reductions_start_small_and_grow"),
     "budget of kept weights is not spent": Bug("choose_kept.choose", drop("left -= ..."), "test_schedule.py::TestKept"),
     "sum in the place of the mean":

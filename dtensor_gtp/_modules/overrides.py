@@ -374,7 +374,7 @@ def _generate(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         generate = generate_together(stock)
     # One that a model has of its own may read parameters outside of a forward, as that of BLIP-2 does.
     if stock.__module__.startswith("transformers.models.") and module._gtp_binding.params:
-        generate = as_forward(MethodType(generate, module), "generate")
+        generate = torch.no_grad()(as_forward(MethodType(generate, module), "generate"))  # as all of them are
     return generate
 
 
@@ -411,8 +411,11 @@ def override(module: nn.Module) -> None:
         attributes[name] = MethodType(function, module)  # on the instance: its class stays as it is
     if callable(resize := getattr(cls, "resize_token_embeddings", None)):
         attributes["resize_token_embeddings"] = MethodType(resize_or_refuse(resize), module)
-    if inspect.isfunction(stock := getattr(cls, "generate", None)):
-        attributes["generate"] = MethodType(_generate(module, stock), module)
+    stock = getattr(cls, "generate", None)
+    if inspect.isfunction(stock) and "generate" not in attributes:  # or the user has put another one there
+        generate = _generate(module, stock)
+        if generate is not stock:
+            attributes["generate"] = MethodType(generate, module)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         attributes["_fill_padding_idx_with_zero"] = MethodType(_zero_padding_row, module)
     # ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for

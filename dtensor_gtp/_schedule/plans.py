@@ -26,8 +26,9 @@ first use makes a copy, nothing stays: the copy may be larger, and belongs to th
 Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due.
 The first gathers of a pass overlap with nothing, so launches start small: at most the bytes of all
 launches before, or what is gathered in less time than a collective takes to start. A backward begins
-with all activations in memory. So the groups that it gathers ahead, and each launch of them, have at
-most half of the bytes that were used before, as for gradients (see ``waiting_gradients``).
+with all activations in memory. So the groups that it gathers ahead, and each launch of several, have at
+most half of the bytes that were used before, as for gradients (see ``waiting_gradients``). The next
+``depth`` uses are gathered ahead in any case.
 """
 
 from __future__ import annotations
@@ -245,17 +246,17 @@ def _plan_launches(
 
 def _steps_by_size(used: list[Traits], window: Window) -> list[int]:
     """After how many uses each use is due."""
-    begins = list(accumulate((traits.nbytes for traits in used), initial=0))  # bytes before each use
+    begins = list(accumulate((each.nbytes for each in used), initial=0))  # bytes before each use
     steps = []
-    for position, (size, *_, is_group) in enumerate(used):
+    for position, traits in enumerate(used):
         reach = 0  # then ``depth`` decides
         if window.nbytes:
-            reach = max(window.nbytes, size)
+            reach = max(window.nbytes, traits.nbytes)
         # Due after the last use that begins at least ``reach`` bytes before this one.
         by_bytes = bisect_right(begins, begins[position] - reach)
         by_depth = max(position - window.depth + 1, 0)
         step = min(by_bytes, by_depth)
-        if window.is_backward and is_group:
+        if window.is_backward and traits.is_group:
             # Until what is ahead, this use too, has at most half of the bytes that were used before.
             while step < by_depth and begins[position + 1] - begins[step] > begins[max(step - 1, 0)] // 2:
                 step += 1

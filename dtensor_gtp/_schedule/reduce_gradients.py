@@ -335,6 +335,11 @@ class Gradients:
             if together.waiting:
                 self._launch(together.flush())
 
+    def end_backward(self) -> None:
+        """A gradient waits for none of a later backward, whose launches begin small again."""
+        self.launch_waiting()
+        self._waiting.clear()
+
     def settle(self) -> None:
         """Launch all gradients so far, and make compute wait for them."""
         self.launch_waiting()
@@ -378,7 +383,7 @@ class Gradients:
                 self._send(weight, weight.pending_grad.send_buffer().zero_())
             if isinstance(weight, ShardedWeight):
                 weight.gradient.awaits_reduction = False
-        self.launch_waiting()
+        self.end_backward()
         if not self._comm.streams.has_streams:
             # This completes reductions, which set and clear ``pending_grad.unreplicated``.
             self._comm.reductions.retire_all()
@@ -409,7 +414,6 @@ class Gradients:
             param.gradient.publish(param.fqn, param.flags.all_reduce_hook)
         for group in groups:
             group.pending_grad.settle()
-        self._waiting.clear()  # all were launched
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""

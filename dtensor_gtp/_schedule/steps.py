@@ -76,7 +76,7 @@ class Steps:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this
         returns."""
         with self.forgetting_on_failure():
-            self._grads.launch_waiting()  # a gradient waits for none of a later backward
+            self._grads.end_backward()
             if self.is_last_backward:
                 self.num_trained += 1
                 self._grads.complete(self._members.params, self._members.groups)

@@ -294,7 +294,6 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     """The plans that the runtime has after one step of ``setting``, by units."""
     trace = setting.trace
     units = setting.units
-    windows = [window_of(schedule, is_backward=is_backward) for is_backward in (False, True)]
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
     calls = [unit.weight.block + 1 if unit.lane else 0 for unit in units]
     traits = [
@@ -309,7 +308,10 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
             # A group stays from the forward that is computed again to the end of its block's backward.
             if not (units[place].is_group and place in backward):
                 backward.append(place)
-    plans = Plan(gathered, traits, windows[0]), Plan(backward, traits, windows[1])
+    plans = (
+        Plan(gathered, traits, window_of(schedule, is_backward=False)),
+        Plan(backward, traits, window_of(schedule, is_backward=True)),
+    )
     turning = turning_point(*plans)
     sizes = [0 if number in turning else unit.gathered for number, unit in enumerate(units)]
     lanes = [unit.lane for unit in units]

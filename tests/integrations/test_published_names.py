@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import assert_same_params, shared_directory
+from common import assert_same_params, full, shared_directory
 from integration_common import LibraryTest, needs
 
-from dtensor_gtp import _published
+from dtensor_gtp import _published, quantize_
 from dtensor_gtp._safetensors import stored_in
 from dtensor_gtp.pretrained import load_pretrained, save_pretrained
 
@@ -45,6 +45,13 @@ def make_blip2() -> nn.Module:
     queries = {**TEXT, "encoder_hidden_size": 16, "cross_attention_frequency": 1}
     parts = {"text_config": text, "vision_config": VISION, "qformer_config": queries}
     return Blip2ForConditionalGeneration(Blip2Config(**parts, num_query_tokens=3, image_token_index=60))
+
+
+def make_dinov2() -> nn.Module:
+    """One matrix of its files is two in memory, which no conversion makes of one of them."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    return Dinov2Model(Dinov2Config(**VISION, use_swiglu_ffn=True))
 
 
 def seeded(make: Any, seed: int = 0) -> Any:
@@ -99,6 +106,41 @@ class TestPublishedNames(LibraryTest):
                 load_pretrained(again, folder / "ours")
                 assert_same_params(again, reference, rtol=0.0, atol=0.0)
 
+    def test_what_is_converted_together_is_written_as_in_memory(self) -> None:
+        """The rest has its published names. transformers reads both."""
+        reference = seeded(make_dinov2)
+        with shared_directory() as folder:
+            model = self.shard(seeded(make_dinov2, 1))
+            load_pretrained(model, self.theirs(folder / "theirs", reference))
+            assert_same_params(model, reference, rtol=0.0, atol=0.0)
+            save_pretrained(model, folder / "ours")
+            names, published = (set(stored_in(folder / name)) for name in ("ours", "theirs"))
+            self.assertLessEqual(names - published, set(reference.state_dict()))  # none before transformers 5.24
+            if self.rank == 0:
+                reference.config.save_pretrained(folder / "ours")
+                again = type(reference).from_pretrained(folder / "ours")
+                assert_same_params(again, reference, rtol=0.0, atol=0.0)
+
+    def test_a_missing_expert_is_said(self) -> None:
+        with shared_directory() as folder:
+            theirs = self.theirs(folder, seeded(make_mixtral))
+            stored = stored_in(theirs)
+            del stored["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
+            model = self.shard(seeded(make_mixtral, 1))
+            with mock.patch("dtensor_gtp.pretrained.stored_in", return_value=stored):
+                self.assertRaisesRegex(ValueError, "perhaps because some are missing", load_pretrained, model, theirs)
+
+    def test_native_weights_are_made_of_published_ones(self) -> None:
+        wide = {"hidden_size": 32, "intermediate_size": 64}
+        with shared_directory() as folder, mock.patch.dict(TEXT, wide), mock.patch.dict(VISION, wide):
+            reference = seeded(make_llava)
+            native = quantize_(seeded(make_llava, 1).requires_grad_(False), "mxfp8", storage="native")
+            self.shard(native)
+            self.assertEqual(load_pretrained(native, self.theirs(folder, reference)), ())
+            expected = self.shard(quantize_(reference.requires_grad_(False), "mxfp8", storage="native"))
+            found = {key: full(value) for key, value in native.state_dict().items()}
+            self.assertEqual(found, {key: full(value) for key, value in expected.state_dict().items()})
+
     def test_names_of_memory_are_read(self) -> None:
         """As files of before have them."""
         with shared_directory() as folder, mock.patch("dtensor_gtp.pretrained.has_conversions", return_value=False):
@@ -134,3 +176,9 @@ class TestPublishedNames(LibraryTest):
         options = {"max_new_tokens": 4, "do_sample": False}
         model = self.shard(seeded(make_blip2))
         self.assertEqual(model.generate(**batch, **options), reference.generate(**batch, **options))
+
+    def test_generate_of_the_user_stays(self) -> None:
+        model = seeded(make_blip2)
+        model.generate = lambda: "mine"
+        self.assertEqual(self.shard(model).generate(), "mine")
+        self.assertNotIn("generate", vars(self.shard(seeded(make_llava))), "that of the class will do")

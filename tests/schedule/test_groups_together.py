@@ -91,12 +91,14 @@ class TestTogether(GlooTest):
                 self.assertEqual(max(map(len, found["gathers"])), 1 if size == 1 else 6 // part)
 
     def test_reductions_start_small_and_grow(self) -> None:
-        """As the gathers of a backward do: it begins with all activations in memory. Each backward starts anew."""
+        """As the gathers of a backward do: it begins with all activations in memory. Each backward starts anew, also if
+        it is not the last one of a step."""
         mesh = self.gtp_mesh()
         batch = rows_of_rank(rows(torch.Generator().manual_seed(0)), mesh)
         with launches(4) as found, mock.patch.object(waiting_gradients, "QUICK_NBYTES", 0):
             model = gtp_shard(seeded(lambda: Model(20, block=Even)), mesh, schedule=CHOSEN)
-            for _ in range(2):
+            for is_last in (False, True):
+                model.set_is_last_backward(is_last)
                 square(model, batch).backward()
         self.assertEqual([*map(len, found["reductions"])], 2 * SMALL_FIRST)
 
