@@ -166,3 +166,26 @@ def as_published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
     made: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return made
+
+
+def published_parts(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What transformers makes of these tensors on the meta device, each by itself; without those that stay as they are,
+    and those that it converts only together with others."""
+    if not has_conversions(model):
+        return {}
+    try:
+        wanted = as_published(model, tensors)
+    except Exception:  # what ``from_pretrained`` did has no way back
+        return {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if wanted.get(key) is tensor:
+            continue
+        with suppress(Exception):  # others are missing
+            made = as_published(model, {key: tensor})
+            if all(name in wanted and wanted[name].shape == part.shape for name, part in made.items()):
+                parts[key] = made
+    names = [name for key in tensors for name in parts.get(key, [key])]
+    if len(set(names)) < len(names):
+        return {}
+    return parts

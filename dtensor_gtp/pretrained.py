@@ -12,7 +12,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from . import _torch_compat as compat
 from ._howto import did_you_mean
 from ._modules.binding import runtimes_below
 from ._progress import Progress
-from ._published import as_published, has_conversions, published
+from ._published import as_published, has_conversions, published, published_parts
 from ._safetensors import INDEX, NAMES, SINGLE, SafetensorsReader, stored_in, write_header
 from .checkpoint import load
 from .quant.native import native_of
@@ -87,8 +86,9 @@ def load_pretrained(
     wanted: dict[str, Any] = {}
     missing = []
     for keys in _by_tensor(model, state):
-        key = next((key for key in keys if names[key] in stored), keys[0])
-        weight = planes.get(key.rpartition(".")[0])
+        weights = {key: planes.get(key.rpartition(".")[0]) for key in keys}
+        key = next((key for key in keys if names[key] in stored or weights[key] in stored), keys[0])
+        weight = weights[key]
         if names[key] in stored:
             _check_is_value(path, names[key], stored[names[key]].dtype, state[key].dtype, weight is not None)
             wanted[names[key]] = state[key]
@@ -127,12 +127,17 @@ def _check_is_value(
 
 
 def _by_tensor(model: nn.Module, state: dict[str, Any]) -> list[list[str]]:
-    """Keys of one tensor together: a tied weight may be stored under any of its names."""
+    """Keys of one tensor together: a tied weight, or a plane of one, may be stored under any of its names."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    by_id: dict[int, list[str]] = {}
+    planes = _planes(model)
+    by_id: dict[tuple[int, str], list[str]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            by_id.setdefault(id(params.get(key, value)), []).append(key)
+            prefix, _, plane = key.rpartition(".")
+            found = (id(params.get(key, value)), "")
+            if prefix in planes:
+                found = (id(params[planes[prefix]]), plane)
+            by_id.setdefault(found, []).append(key)
     return list(by_id.values())
 
 
@@ -172,7 +177,8 @@ def save_pretrained(
     state = model.state_dict()
     tensors = {keys[0]: state[keys[0]] for keys in _by_tensor(model, state)}
     dtypes = {key: _stored_dtype(tensor.dtype, dtype) for key, tensor in tensors.items()}
-    parts = _parts(model, {key: torch.empty(t.shape, dtype=dtypes[key], device="meta") for key, t in tensors.items()})
+    on_meta = {key: torch.empty(t.shape, dtype=dtypes[key], device="meta") for key, t in tensors.items()}
+    parts = published_parts(model, on_meta)
     for key, stored in dtypes.items():
         if stored not in NAMES:
             raise ValueError(
@@ -221,29 +227,6 @@ def _meet(model: nn.Module) -> None:
         mesh = compat.root_mesh(runtime.members.params[0].mesh)
         for axis in range(mesh.ndim):
             dist.barrier(group=mesh.get_group(axis))
-
-
-def _parts(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """What transformers makes of these tensors on the meta device, each by itself; without those that stay as they are,
-    and those that it converts only together with others."""
-    if not has_conversions(model):
-        return {}
-    try:
-        wanted = as_published(model, tensors)
-    except Exception:  # what ``from_pretrained`` did has no way back
-        return {}
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if wanted.get(key) is tensor:
-            continue
-        with suppress(Exception):  # others are missing
-            made = as_published(model, {key: tensor})
-            if all(name in wanted and wanted[name].shape == part.shape for name, part in made.items()):
-                parts[key] = made
-    names = [name for key in tensors for name in parts.get(key, [key])]
-    if len(set(names)) < len(names):
-        return {}
-    return parts
 
 
 def _write(
@@ -314,8 +297,8 @@ def _leave_meta(model: nn.Module) -> None:
     if len(on_meta) < len(params):
         raise ValueError(
             f"load_pretrained expects all parameters of {type(model).__name__} on the meta device, or none, but "
-            f"{len(on_meta)} of {len(params)} are. Call to_empty on these modules, or build the whole model on the "
-            "meta device."
+            f"{len(on_meta)} of {len(params)} are. Call model.to('meta') before gtp_shard, or to_empty on these "
+            "modules."
         )
     runtimes = runtimes_below(model)
     if not runtimes:
@@ -330,19 +313,59 @@ def _leave_meta(model: nn.Module) -> None:
     model.to_empty(device=device)
     for (module, name), buffer in kept.items():
         module._buffers[name] = buffer.to(device)
+    _recompute(model, list(computed))
+
+
+def _recompute(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Fill buffers of ``modules`` that no file has: by the ``_init_weights`` of the nearest model of transformers
+    around them, as ``from_pretrained`` does, which may also fill those of its parts; or by a reset."""
     names = {module: name for name, module in model.named_modules()}
-    initialize = getattr(model, "_init_weights", None)
-    for module in computed:
-        if callable(initialize):
+    initializers: dict[nn.Module, Any] = {}
+    waiting: list[tuple[nn.Module, Any]] = [(model, None)]
+    while waiting:
+        module, initialize = waiting.pop()
+        initializers[module] = getattr(module, "_init_weights", initialize)
+        waiting += [(child, initializers[module]) for child in module.children()]
+    models = [module for module in names if hasattr(module, "_init_weights") and module not in modules]
+    unset = [(module, name) for module in modules for name in module._non_persistent_buffers_set]
+    unset = [(module, name) for module, name in unset if _mark(module._buffers[name])]
+    params = list(model.parameters())
+    for param in params:
+        param._is_hf_initialized = True  # type: ignore[attr-defined]  # so transformers leaves it alone
+    for module in [*modules, *models] if modules else ():
+        if callable(initialize := initializers[module]):
             with torch.no_grad():
                 initialize(module)
         elif callable(reset := getattr(module, "reset_parameters", None)) and not list(module.parameters()):
             reset()
-        else:
+    for param in params:
+        del param._is_hf_initialized  # type: ignore[attr-defined]
+    for module, name in unset:
+        if _is_marked(module._buffers[name]):
             raise ValueError(
                 f"load_pretrained cannot recompute the buffers of {names[module]!r} ({type(module).__name__}), which "
-                "are in no file. Call to_empty(device=...) on the model, compute them, then call load_pretrained."
+                f"are in no file: {name!r}. Call to_empty(device=...) on the model, compute them, then call "
+                "load_pretrained."
             )
+
+
+def _mark(buffer: Tensor | None) -> bool:
+    """Fill a buffer with a value that nobody computes. Returns whether there is one."""
+    if buffer is None or buffer.dtype == torch.bool or not buffer.numel():
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        buffer.fill_(torch.nan)
+    else:
+        buffer.fill_(torch.iinfo(buffer.dtype).max)
+    return True
+
+
+def _is_marked(buffer: Tensor | None) -> bool:
+    if buffer is None:
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().all())
+    return bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
 def _buffers(model: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:

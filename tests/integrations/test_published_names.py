@@ -13,7 +13,7 @@ import torch.nn as nn
 from common import assert_same_params, full, shared_directory
 from integration_common import LibraryTest, needs
 
-from dtensor_gtp import _published, quantize_
+from dtensor_gtp import _published, pretrained, quantize_
 from dtensor_gtp._safetensors import stored_in
 from dtensor_gtp.pretrained import load_pretrained, save_pretrained
 
@@ -95,6 +95,7 @@ class TestPublishedNames(LibraryTest):
                 self.shard(model)
                 self.assertEqual(load_pretrained(model, theirs), ())
                 assert_same_params(model, reference, rtol=0.0, atol=0.0)
+                self.assertEqual(dict(model.named_buffers()), dict(reference.named_buffers()))  # in no file
                 save_pretrained(model, folder / "ours", max_file_nbytes=16 << 10)
                 shapes = [
                     {name: (stored.dtype, stored.shape) for name, stored in stored_in(folder / name).items()}
@@ -141,9 +142,48 @@ class TestPublishedNames(LibraryTest):
             found = {key: full(value) for key, value in native.state_dict().items()}
             self.assertEqual(found, {key: full(value) for key, value in expected.state_dict().items()})
 
+    def test_buffers_that_nobody_computes_are_refused(self) -> None:
+        """Those of a model around one of transformers are computed, too."""
+        for is_known in (True, False):
+            with shared_directory() as folder:
+                with torch.device("meta"):
+                    model = nn.Sequential(seeded(make_mixtral))
+                    if not is_known:
+                        model[0].model.norm.register_buffer("table", torch.empty(4), persistent=False)
+                self.shard(model)
+                theirs = self.theirs(folder, seeded(make_mixtral))
+                if is_known:
+                    load_pretrained(model[0], theirs)
+                    tables = [dict(each.named_buffers()) for each in (model[0], seeded(make_mixtral))]
+                    self.assertEqual(*tables)
+                else:
+                    self.assertRaisesRegex(ValueError, "are in no file: 'table'", load_pretrained, model[0], theirs)
+
+    def test_tied_native_weights(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = TEXT | {"hidden_size": 32, "intermediate_size": 64, "tie_word_embeddings": True}
+        with shared_directory() as folder:
+            models = [seeded(lambda: LlamaForCausalLM(LlamaConfig(**sizes)), seed) for seed in (0, 1, 2)]
+            theirs = self.theirs(folder / "theirs", models[0])
+            for model in models:
+                quantize_(model.requires_grad_(False), "mxfp8", filter_fn=lambda *_: True, storage="native")
+                self.shard(model)
+            load_pretrained(models[1], theirs)
+            save_pretrained(models[1], folder / "ours")
+            load_pretrained(models[2], folder / "ours")
+            states = [{key: full(value) for key, value in model.state_dict().items()} for model in models]
+            self.assertEqual(states[1], states[0])
+            self.assertEqual(states[2], states[0])
+
     def test_names_of_memory_are_read(self) -> None:
         """As files of before have them."""
-        with shared_directory() as folder, mock.patch("dtensor_gtp.pretrained.has_conversions", return_value=False):
+        stock = {"has_conversions": lambda model: False}
+        with (
+            shared_directory() as folder,
+            mock.patch.multiple(pretrained, **stock),
+            mock.patch.multiple(_published, **stock),
+        ):
             reference = seeded(make_llava)
             save_pretrained(self.shard(seeded(make_llava)), folder)
             self.assertIn("model.language_model.norm.weight", stored_in(folder))
