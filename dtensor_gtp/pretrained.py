@@ -85,7 +85,7 @@ def load_pretrained(
         stored |= found
     wanted: dict[str, Any] = {}
     missing = []
-    for keys in _by_tensor(model, state):
+    for keys in _by_tensor(model, state, planes):
         weights = {key: planes.get(key.rpartition(".")[0]) for key in keys}
         key = next((key for key in keys if names[key] in stored or weights[key] in stored), keys[0])
         weight = weights[key]
@@ -126,10 +126,9 @@ def _check_is_value(
         )
 
 
-def _by_tensor(model: nn.Module, state: dict[str, Any]) -> list[list[str]]:
+def _by_tensor(model: nn.Module, state: dict[str, Any], planes: dict[str, str]) -> list[list[str]]:
     """Keys of one tensor together: a tied weight, or a plane of one, may be stored under any of its names."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    planes = _planes(model)
     by_id: dict[tuple[int, str], list[str]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -175,7 +174,7 @@ def save_pretrained(
         ['model.safetensors']
     """
     state = model.state_dict()
-    tensors = {keys[0]: state[keys[0]] for keys in _by_tensor(model, state)}
+    tensors = {keys[0]: state[keys[0]] for keys in _by_tensor(model, state, _planes(model))}
     dtypes = {key: _stored_dtype(tensor.dtype, dtype) for key, tensor in tensors.items()}
     on_meta = {key: torch.empty(t.shape, dtype=dtypes[key], device="meta") for key, t in tensors.items()}
     parts = published_parts(model, on_meta)
@@ -196,7 +195,7 @@ def save_pretrained(
             file = None
             if is_writer:
                 file = folder / f"{name}{_INCOMPLETE}"
-            _write(model, file, {key: tensors[key] for key in keys}, dtypes, parts, progress)
+            _write(model, file, {key: tensors[key] for key in keys}, on_meta, parts, progress)
     if is_writer:
         names = list(files)
         if len(files) > 1:
@@ -233,26 +232,25 @@ def _write(
     model: nn.Module,
     path: Path | None,
     tensors: dict[str, Tensor],
-    dtypes: dict[str, torch.dtype],
+    on_meta: dict[str, Tensor],
     parts: dict[str, dict[str, Tensor]],
     progress: Progress,
 ) -> None:
-    """Write tensors, and those that have ``parts`` as these."""
+    """Write tensors in the dtypes that they have ``on_meta``, and those that have ``parts`` as these."""
     if path is None:
         file = None
     else:
         file = path.open("wb")
     try:
         if file is not None:
-            written = [each for key, tensor in tensors.items() for each in parts.get(key, {key: tensor}).items()]
-            of_key = {key: dtypes[key] for key in tensors if key not in parts}
-            write_header(file, {name: (of_key.get(name, each.dtype), torch.Size(each.shape)) for name, each in written})
+            written = [each for key in tensors for each in parts.get(key, {key: on_meta[key]}).items()]
+            write_header(file, {name: (each.dtype, each.shape) for name, each in written})
         for key, tensor in tensors.items():
             whole = tensor
             if isinstance(tensor, DTensor):
                 whole = tensor.full_tensor()  # on all ranks
             if file is not None:
-                found = {key: whole.detach().to("cpu", dtypes[key])}
+                found = {key: whole.detach().to("cpu", on_meta[key].dtype)}
                 if key in parts:
                     found = as_published(model, found)
                 for name in parts.get(key, [key]):
@@ -313,7 +311,8 @@ def _leave_meta(model: nn.Module) -> None:
     model.to_empty(device=device)
     for (module, name), buffer in kept.items():
         module._buffers[name] = buffer.to(device)
-    _recompute(model, list(computed))
+    if computed:
+        _recompute(model, list(computed))
 
 
 def _recompute(model: nn.Module, modules: list[nn.Module]) -> None:
@@ -332,14 +331,16 @@ def _recompute(model: nn.Module, modules: list[nn.Module]) -> None:
     params = list(model.parameters())
     for param in params:
         param._is_hf_initialized = True  # type: ignore[attr-defined]  # so transformers leaves it alone
-    for module in [*modules, *models] if modules else ():
-        if callable(initialize := initializers[module]):
-            with torch.no_grad():
-                initialize(module)
-        elif callable(reset := getattr(module, "reset_parameters", None)) and not list(module.parameters()):
-            reset()
-    for param in params:
-        del param._is_hf_initialized  # type: ignore[attr-defined]
+    try:
+        for module in [*modules, *models]:
+            if callable(initialize := initializers[module]):
+                with torch.no_grad():
+                    initialize(module)
+            elif callable(reset := getattr(module, "reset_parameters", None)) and not list(module.parameters()):
+                reset()
+    finally:
+        for param in params:
+            del param._is_hf_initialized  # type: ignore[attr-defined]
     for module, name in unset:
         if _is_marked(module._buffers[name]):
             raise ValueError(

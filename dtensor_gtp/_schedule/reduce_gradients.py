@@ -283,10 +283,11 @@ class Gradients:
             return nbytes * weight.compute_dtype.itemsize // weight.reduce_dtype.itemsize
         return nbytes
 
-    def _may_wait(self, weight: Reducible, *, is_taken: bool = False) -> bool:
-        """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group,
-        and not packed yet."""
-        may_wait = partial(self._together_with(weight).may_wait, self.sent_nbytes(weight))
+    def _may_wait(self, weight: Reducible, *, is_taken: bool = False, joins: bool = False) -> bool:
+        """Whether a gradient may wait for others, to travel with them; or whether it ``joins`` those
+        that wait. ``is_taken``: of a group, and not packed yet."""
+        together = self._together_with(weight)
+        may_wait = partial(together.takes if joins else together.may_wait, self.sent_nbytes(weight))
         if isinstance(weight, WeightGroup):
             # A stream that is new to a backward waits for the one before: with one alone it is safe
             # to pack later.
@@ -306,8 +307,7 @@ class Gradients:
         # One launch has one communicator, dtype and scale.
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
-        may_join = self._bundle is not None or together.takes(self.sent_nbytes(weight), is_group=is_taken)
-        if not (is_alike and may_join and self._may_wait(weight, is_taken=is_taken)):
+        if not (is_alike and self._may_wait(weight, is_taken=is_taken, joins=True)):
             self._launch(together.flush())
 
     def submit_recorded(self, written: Sequence[Written]) -> None:

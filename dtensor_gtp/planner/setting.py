@@ -295,9 +295,9 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     trace = setting.trace
     units = setting.units
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
-    calls = [unit.weight.block + 1 if unit.lane else 0 for unit in units]
     traits = [
-        Traits(unit.wired, unit.lane, call, is_group=unit.is_group) for unit, call in zip(units, calls, strict=True)
+        Traits(unit.wired, unit.lane, unit.weight.block + 1 if unit.lane else 0, is_group=unit.is_group)
+        for unit in units
     ]
     gathered = [number for number in range(len(units)) if not setting.is_exchanged(number)]
     recomputed = recomputed_uses(trace, setting.checkpoint)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import assert_same_params, full, shared_directory
-from integration_common import LibraryTest, needs
+from integration_common import LibraryTest, make_llama, needs
 
 from dtensor_gtp import _published, pretrained, quantize_
 from dtensor_gtp._safetensors import stored_in
@@ -143,7 +143,7 @@ class TestPublishedNames(LibraryTest):
             self.assertEqual(found, {key: full(value) for key, value in expected.state_dict().items()})
 
     def test_buffers_that_nobody_computes_are_refused(self) -> None:
-        """Those of a model around one of transformers are computed, too."""
+        """Those of transformers are computed."""
         for is_known in (True, False):
             with shared_directory() as folder:
                 with torch.device("meta"):
@@ -158,6 +158,15 @@ class TestPublishedNames(LibraryTest):
                     self.assertEqual(*tables)
                 else:
                     self.assertRaisesRegex(ValueError, "are in no file: 'table'", load_pretrained, model[0], theirs)
+
+    def test_buffers_of_a_model_within_another_one(self) -> None:
+        reference = make_llama()
+        with shared_directory() as folder:
+            with torch.device("meta"):
+                model = nn.Sequential(make_llama())
+            self.shard(model)
+            load_pretrained(model, self.theirs(folder, reference), rename=lambda name: name.removeprefix("0."))
+            self.assertEqual(dict(model[0].named_buffers()), dict(reference.named_buffers()))
 
     def test_tied_native_weights(self) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
