@@ -312,9 +312,24 @@ def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _num_tokens(inputs: Any) -> int:
-    """How many tokens a first forward gets: the size of its largest tensor of integers."""
-    ids = (tensor for tensor in tensors_in(inputs) if not tensor.is_floating_point())
-    return max((tensor.numel() for tensor in ids), default=0)
+    """How many rows a first forward multiplies with a weight: ids of tokens, or rows of features. 0 if
+    that is not known, as for images: integers beside them are labels or steps in time."""
+    num_ids = num_labels = num_rows = 0
+    has_images = False
+    for tensor in tensors_in(inputs):
+        if tensor.is_floating_point():
+            has_images |= tensor.ndim > 3
+            if tensor.ndim in (2, 3):
+                num_rows = max(num_rows, tensor.numel() // max(tensor.shape[-1], 1))
+        elif tensor.dtype.is_complex or tensor.dtype is torch.bool:  # a mask may have a number for each pair of tokens
+            continue
+        elif tensor.ndim > 1:
+            num_ids = max(num_ids, tensor.numel())
+        else:
+            num_labels = max(num_labels, tensor.numel())  # or ids of packed sequences
+    if has_images and num_ids == 0:
+        return 0
+    return max(num_ids, num_labels, num_rows)
 
 
 def _refuse_added_params(group: ShardGroup) -> None:

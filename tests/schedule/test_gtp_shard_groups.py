@@ -205,6 +205,31 @@ class TestGroups(GlooTest):
         self.assertEqual(len(members_of(model).groups), 3)
         return {weight.fqn for weight in members_of(model).single_weights if weight.fqn.startswith("layers")}
 
+    def test_tokens_are_counted_in_the_inputs_of_the_first_forward(self) -> None:
+        """Ids, or rows of features, which counts for experts and labels of images are not."""
+
+        class Told(Model):
+            def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+                return super().forward(torch.ones(2, WIDTH))
+
+        ids, image, labels = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 3, 4, 4), torch.ones(2, dtype=torch.long)
+        for inputs, expected in (
+            ((ids,), 10),
+            ((ids.flatten(),), 10),
+            ((ids, torch.ones(2, 1, 5, 5, dtype=torch.bool)), 10),
+            ((ids, image), 10),
+            ((torch.ones(3, 5, 7), labels), 15),
+            ((torch.ones(64, 7), labels), 64),
+            ((image, labels), 0),
+        ):
+            with (
+                mock.patch.object(choose_schedule, "_SMALL_GEMM", 0),
+                mock.patch.object(choose_schedule, "_SMALL_NUMEL", 0),
+            ):
+                model = self.shard(Told())
+                model(*inputs)
+            self.assertIn(f"elements, {expected} tokens", str(sharding_report(model)).replace("\n    ", " "), inputs)
+
     def test_sums_over_unsynced_microbatches_keep_float32(self) -> None:
         """Each microbatch adds less than bfloat16 resolves beside the first one."""
         model = self.shard(seeded(Model), mp_policy=LOW)
