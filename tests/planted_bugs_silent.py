@@ -329,6 +329,12 @@ SILENT = {
     "gradients that no backward of a block has reduced stay for the next step":
         Bug("Runtime.refuse_lost_gradients", replace("group.leaves.num_gradients > number", "False"),
             "test_tensors_that_a_block_keeps_for_the_loss"),
+    "counts for experts are tokens":
+        Bug("_num_tokens", replace("max(num_ids, num_labels, num_rows)", "max(num_ids, num_labels)"),
+            "test_tokens_are_counted_in_the_inputs_of_the_first_forward"),
+    "labels of images are tokens":
+        Bug("_num_tokens", never("has_images and num_ids == 0"),
+            "test_tokens_are_counted_in_the_inputs_of_the_first_forward"),
     "a block that is called first of all is no group yet":
         Bug("_call_in_frame", never("binding.block is not None and method == 'forward'"),
             "test_the_first_call_of_all_is_that_of_a_block"),

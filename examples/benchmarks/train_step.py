@@ -268,26 +268,27 @@ def predict_ms(
 def run_mode(
     mode: str, workload: Workload, seq_lens: list[int], world: World, arguments: argparse.Namespace
 ) -> tuple[list[Measurement], str | None]:
-    """Builds one mode, measures it at every length and in every phase, and frees it.
+    """Builds one mode for every length and phase, measures it, and frees it.
 
-    After an error the rest of this mode is left out, since a step that broke off leaves a model in no defined state.
+    Each has a model of its own, because ``gtp_shard`` chooses by the tokens of the first forward. After an error the
+    rest of this mode is left out, since a step that broke off leaves a model in no defined state.
 
     Returns:
         what was measured, and the error if there was one, the same on all ranks.
     """
     measured: list[Measurement] = []
-    leftover = release_memory(world)
-    model, error = world.guarded(mode, lambda: build_mode(mode, workload, world))
-    if model is None:
-        return measured, error
-    release_memory(world)
     for phase in (FORWARD_BACKWARD, FULL_STEP) if arguments.full_step else (FORWARD_BACKWARD,):
-        optimizer = None
-        if phase == FULL_STEP:
-            optimizer, error = world.guarded(mode, lambda: build_optimizer(model, mode, world))
-            if optimizer is None:
-                return measured, error
         for seq_len in seq_lens:
+            leftover = release_memory(world)
+            model, error = world.guarded(mode, lambda: build_mode(mode, workload, world))
+            if model is None:
+                return measured, error
+            release_memory(world)
+            optimizer = None
+            if phase == FULL_STEP:
+                optimizer, error = world.guarded(mode, partial(build_optimizer, model, mode, world))
+                if optimizer is None:
+                    return measured, error
             label = f"{mode}, {phase}, T={seq_len}"
             work = partial(
                 measure, model, optimizer, mode=mode, seq_len=seq_len, leftover=leftover, is_new=not measured
@@ -297,7 +298,7 @@ def run_mode(
                 return measured, f"{label}: {error}"
             world.say(f"{label}: {result.ms:.1f} ms")
             measured.append(result)
-            release_memory(world)
+            del model, optimizer, work
     return measured, None
 
 
