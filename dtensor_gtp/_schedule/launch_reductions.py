@@ -111,7 +111,7 @@ class ReductionLaunches:
         if is_narrow:
             dtype = taken[0].dtype
         # All ranks must part alike, so neither a kernel that does not work here nor a layout decides.
-        may_part = is_narrow and is_loaded_ahead(taken[0], world)
+        may_part = taken[0].dtype == dtype and (not is_narrow or is_loaded_ahead(taken[0], world))
         fulls: list[Tensor] = []
         for stays, parts in groupby(taken, lambda part: may_part and _is_sendable(part, world)):
             if stays:
@@ -176,7 +176,7 @@ class ReductionLaunches:
             scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype)
         else:
             kind = weight.groups.reduce_scatter
-            scattering = Scattering(kind, fulls, world, dtype, ring, places)
+            scattering = Scattering(kind, fulls, world, dtype, ring, places, is_joined=is_packed)
         waiting: AbstractContextManager[Any] = nullcontext()
         if self._block is not None and self._has_launched:
             waiting = comm.reductions.unbounded()

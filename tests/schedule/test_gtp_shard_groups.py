@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 from unittest import mock
 
@@ -708,8 +708,23 @@ class TestGroupsOnReplicas(GlooTest):
             for name, grad in narrow.items():
                 torch.testing.assert_close(grad, wide[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
+    def test_large_gradients_are_not_packed_in_the_dtype_of_the_reduction_either(self) -> None:
+        """One launch sends them beside the packed small ones."""
+        policies = (MixedPrecisionPolicy(torch.bfloat16), MixedPrecisionPolicy())
+        for mesh, policy in product((self.gtp_mesh(), self.hsdp_mesh()), policies):
+            packed, _ = self._reduced(mesh, CHOSEN, True, policy)
+            with (
+                mock.patch.object(launch_reductions, "_NOT_PACKED", 512),  # bytes
+                mock.patch.object(
+                    compat, "reduce_scatter_coalesced", side_effect=compat.reduce_scatter_coalesced
+                ) as launch,
+            ):
+                as_they_are, _ = self._reduced(mesh, CHOSEN, True, policy)
+            self.assertTrue(launch.called)
+            assert_bit_equal(list(as_they_are.values()), list(packed.values()), f"{policy}")
+
     def _reduced(
-        self, mesh: Any, schedule: SchedulePolicy, is_one_host: bool
+        self, mesh: Any, schedule: SchedulePolicy, is_one_host: bool, policy: MixedPrecisionPolicy = LOW
     ) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
         """Gradients of three microbatches, and the dtypes of what ranks have exchanged."""
         sent: set[torch.dtype] = set()
@@ -718,7 +733,7 @@ class TestGroupsOnReplicas(GlooTest):
             mock.patch.object(context, "is_one_host", return_value=is_one_host),
             noted(compat, "all_to_all_base", lambda output, input, *args: sent.add(input.dtype)),
         ):
-            model: Any = gtp_shard(seeded(partial(Model, 2, block=Mixture)), mesh, schedule=schedule, mp_policy=LOW)
+            model: Any = gtp_shard(seeded(partial(Model, 2, block=Mixture)), mesh, schedule=schedule, mp_policy=policy)
             for number, is_synced in enumerate((True, False, True)):
                 model.set_requires_gradient_sync(is_synced)
                 if number == 2:
