@@ -115,7 +115,8 @@ NUMBERS = {
         Bug("_multiply_into", replace("target += left.mm(right)", "target.copy_(left.mm(right))"),
             "test_the_last_of_several_microbatches_reduces"),
     "products of later microbatches are rounded":
-        Bug("_multiply_into", replace("target += torch.mm(left, right, torch.float32)", "target += left.mm(right)"),
+        Bug("_multiply_into", replace("torch.addmm(target, left, right, torch.float32, out=target)",
+            "target.add_(left.mm(right))"),
             "test_microbatches_are_summed_without_rounding_any"),
     "a float16 gradient that travels alone is not divided before the sum":
         Bug("Scattering.launch", replace("sent.div_(scale.predivide)", "sent.div_(1)"),

@@ -186,9 +186,9 @@ def _keeps_wide_sum(dtype: torch.dtype, operand: Tensor) -> bool:
 
 def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating: bool) -> None:
     is_wide = _keeps_wide_sum(target.dtype, left)
-    # Without gradient sync: ``target`` holds the sum of earlier microbatches.
+    # ``target`` holds the sum of earlier microbatches (without gradient sync) or uses.
     if is_accumulating and is_wide:
-        target += torch.mm(left, right, torch.float32)
+        torch.addmm(target, left, right, torch.float32, out=target)  # by the GEMM itself
     elif is_accumulating:
         target += left.mm(right)
     elif target.dtype == left.dtype:

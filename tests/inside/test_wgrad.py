@@ -112,7 +112,11 @@ def test_microbatches_are_summed_without_rounding_any(monkeypatch: pytest.Monkey
     def mm(left: torch.Tensor, right: torch.Tensor, *wide: torch.dtype, **out: Any) -> torch.Tensor:
         return stock(left.to(*wide), right.to(*wide), **out)
 
+    def addmm(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, wide: torch.dtype, *, out: Any) -> None:
+        out.copy_(total + mm(left, right, wide))
+
     monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(linear, "_keeps_wide_sum", lambda target, operand: target == torch.float32)
     torch.manual_seed(0)
     operands = [(torch.randn(8, 16, dtype=dtype), torch.randn(16, 8, dtype=dtype)) for _ in range(3)]
