@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from .patches import replace
 
+# Bytes that a launch of their own casts faster: at 3.9 TB/s, among others at 3.4 (experts on H200).
+_LARGE = 128 << 20
 _T = TypeVar("_T", bound=Tensor)
 PackHook = Callable[[Tensor], Any]
 UnpackHook = Callable[[Any], Tensor]
@@ -222,12 +224,13 @@ def num_owners(storage: torch.UntypedStorage, leaves: Iterable[Tensor]) -> int |
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target: a launch for each pair of dtypes, because of pytorch/pytorch#173531."""
-    if len(targets) == 1:
-        targets[0].copy_(sources[0])
-        return
+    """Copy each source into its target: small ones in a launch for each pair of dtypes, because of
+    pytorch/pytorch#173531."""
     pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
+        if source.nbytes >= _LARGE or len(targets) == 1:
+            target.copy_(source)
+            continue
         alike = pairs.setdefault((target.dtype, source.dtype), ([], []))
         alike[0].append(target)
         alike[1].append(source)
