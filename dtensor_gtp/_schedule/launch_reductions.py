@@ -29,10 +29,8 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible
 from .._params.whole_param import WholeParam
 from .parted_ranks import OrderOfLaunches
+from .waiting_gradients import travels_as_it_is
 
-# Bytes of a gradient of a group from which it travels without a copy. Qwen3-MoE (0.4 and 0.2 GB in each
-# block) took 78.9 ms with copies and 77.0 without, Llama (0.1 GB) 64.7 and 64.5 (2 x H200).
-_NOT_PACKED = 128 << 20
 WholeBucket = list[tuple[WholeParam, Tensor | None]]  # None: this rank has not used the parameter
 
 
@@ -373,7 +371,7 @@ def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _is_sendable(part: Tensor, num_ranks: int) -> bool:
     """Whether a gradient is large, and has as many rows for each rank."""
-    return part.shape[0] % num_ranks == 0 and part.nbytes >= _NOT_PACKED
+    return part.shape[0] % num_ranks == 0 and travels_as_it_is(part.nbytes)
 
 
 def _slot_numels(together: Sequence[Gradient]) -> list[int]:

@@ -14,7 +14,15 @@ from typing import Generic, TypeVar
 
 from .plans import QUICK_NBYTES
 
+# Bytes of a gradient of a group from which it travels without a copy. Qwen3-MoE (0.4 and 0.2 GB in each
+# block) took 78.9 ms with copies and 77.0 without, Llama (0.1 GB) 64.7 and 64.5 (2 x H200).
+_NOT_PACKED = 128 << 20
 T = TypeVar("T")
+
+
+def travels_as_it_is(nbytes: int) -> bool:
+    """Whether a gradient of so many bytes, of a group, is sent without a copy beside small ones."""
+    return nbytes >= _NOT_PACKED
 
 
 def may_wait(nbytes: int, limit: int) -> bool:

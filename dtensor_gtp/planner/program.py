@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from .._schedule.passes import Chain
 from .._schedule.plans import Plan, Window
-from .._schedule.waiting_gradients import Together
+from .._schedule.waiting_gradients import Together, travels_as_it_is
 from ..policy import Schedule
 from .costs import Load, Span, Stream, Task, Work, simulate
 from .recorder import Op
@@ -294,7 +294,10 @@ class _GTPShard(Program):
         names = _names(weights)
         if weights[0].is_group:  # packed, once compute has waited for the last launch
             self._retire(0)
-            ms = self.costs.memory_ms(sum(group.weight.numel for group in weights) * COMPUTE_NBYTES + nbytes)
+            members = [self.setting.sharded[number].weight for group in weights for number in group.members]
+            numels = [each.numel for each in members if not travels_as_it_is(each.numel * COMPUTE_NBYTES)]
+            share = sum(numels) / sum(each.numel for each in members)
+            ms = self.costs.memory_ms(sum(numels) * COMPUTE_NBYTES + nbytes * share)
             self.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {names}")
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"

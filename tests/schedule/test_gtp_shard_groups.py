@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import context, reductions
-from dtensor_gtp._schedule import choose_schedule, launch_reductions
+from dtensor_gtp._schedule import choose_schedule, launch_reductions, waiting_gradients
 from dtensor_gtp._schedule.block_uses import BlockUse
 
 WIDTH = 16
@@ -694,7 +694,7 @@ class TestGroupsOnReplicas(GlooTest):
                     mock.patch.object(reductions, "is_loaded_ahead", return_value=True),
                     mock.patch.object(reductions, "fused_sum", return_value=add),
                     mock.patch.object(launch_reductions, "is_loaded_ahead", return_value=True),
-                    mock.patch.object(launch_reductions, "_NOT_PACKED", not_packed),
+                    mock.patch.object(waiting_gradients, "_NOT_PACKED", not_packed),
                     mock.patch.object(compat, "all_to_all_of_peers", side_effect=all_to_all_of_peers) as exchange,
                 ):
                     by_kernel, _ = self._reduced(mesh, policy, True)
@@ -714,7 +714,7 @@ class TestGroupsOnReplicas(GlooTest):
         for mesh, policy in product((self.gtp_mesh(), self.hsdp_mesh()), policies):
             packed, _ = self._reduced(mesh, CHOSEN, True, policy)
             with (
-                mock.patch.object(launch_reductions, "_NOT_PACKED", 512),  # bytes
+                mock.patch.object(waiting_gradients, "_NOT_PACKED", 512),  # bytes
                 mock.patch.object(
                     compat, "reduce_scatter_coalesced", side_effect=compat.reduce_scatter_coalesced
                 ) as launch,
