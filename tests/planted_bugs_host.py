@@ -47,6 +47,12 @@ HOST = {
     "a backward loads Triton":
         Bug("Scattering.__init__", replace("dtype is None or is_loaded_ahead(like, num_ranks)", "True"),
             "test_the_kernel_adds_only_where_the_first_forward_has_loaded_it"),
+    "gradients of other dtypes travel together":
+        Bug("Gradients._launch_others", replace("dtypes == (weight.compute_dtype, weight.reduce_dtype)",
+            "dtypes[1] == weight.reduce_dtype"), "test_gradients_of_other_dtypes_travel_apart"),
+    "large shards are cast with small ones":
+        Bug("copy_all", replace("is_large_cast or len(targets) == 1", "len(targets) == 1"),
+            "test_large_shards_are_cast_by_launches_of_their_own"),
     "large gradients are packed in the dtype of the reduction":
         Bug("ReductionLaunches._packed", replace("not is_narrow or is_loaded_ahead(taken[0], world)",
             "is_narrow and is_loaded_ahead(taken[0], world)"),

@@ -301,10 +301,8 @@ class Scattering:
 
     @property
     def flat(self) -> Tensor:
-        """All slots, one behind the other: of one gradient, joined, or after an exchange."""
-        if self._sum is None:
-            (slot,) = self.slots
-            return slot.flatten()
+        """All slots, one behind the other, if they are joined or exchanged."""
+        assert self._sum is not None
         return self._sum
 
     def keep(self) -> list[Tensor]:
@@ -360,8 +358,9 @@ class Scattering:
         """After the collective, perhaps on another stream: make ``slots`` the sums (or means, as
         ``scale`` says)."""
         received = self._received
-        if received is None or self._sum is None:
+        if received is None:
             return
+        assert self._sum is not None
         is_mean = scale.op == dist.ReduceOp.AVG  # else ``scale`` divides later
         own: list[Tensor] = []  # this rank's addends, if nobody has sent them
         if self._add is not None or self._ring is not None:

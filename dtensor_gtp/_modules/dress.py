@@ -105,6 +105,8 @@ def dress(module: nn.Module) -> None:
     for name, value in binding.dressed.items():
         if attributes.get(name) is value:  # or the user has put another one there
             del attributes[name]
+    if binding.compiled_call is not None:
+        attributes.setdefault("_compiled_call_impl", binding.compiled_call)  # as the user has compiled it
     binding.call_impl = type(module)._call_impl
     binding.dressed = {}
     # A fused op needs no frame, but the module that was passed to ``gtp_shard`` has one: it casts

@@ -32,6 +32,8 @@ ADVICE_FOR_JIT = (
     "full_state_dict=True, and give that one to torch.jit."
 )
 
+_WIDEST = 1 << 15  # features of a row; more numbers in a row are samples of sound
+
 ADVICE_FOR_COMPILE = (
     "torch.compile(fullgraph=True) expects no call of a block whose weights gtp_shard gathers together. "
     "Compile each block instead, before you wrap it: block.compile(fullgraph=True). Or leave out fullgraph=True."
@@ -312,24 +314,26 @@ def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _num_tokens(inputs: Any) -> int:
-    """How many rows a first forward multiplies with a weight: ids of tokens, or rows of features. 0 if
-    that is not known, as for images: integers beside them are labels or steps in time."""
-    num_ids = num_labels = num_rows = 0
-    has_images = False
+    """How many rows a first forward multiplies with a weight: ids of tokens, else rows of features. 0 if
+    that is not known, as for images and sound: numbers beside them are labels or steps in time."""
+    num_ids = num_flat = num_rows = 0
+    has_signals = False
     for tensor in tensors_in(inputs):
-        if tensor.is_floating_point():
-            has_images |= tensor.ndim > 3
-            if tensor.ndim in (2, 3):
-                num_rows = max(num_rows, tensor.numel() // max(tensor.shape[-1], 1))
-        elif tensor.dtype.is_complex or tensor.dtype is torch.bool:  # a mask may have a number for each pair of tokens
-            continue
+        if tensor.dtype is torch.bool or tensor.is_complex():
+            continue  # a mask may have a number for each pair of tokens
+        if tensor.ndim > 3 or (tensor.ndim > 1 and tensor.shape[-1] > _WIDEST):
+            has_signals = True
+        elif tensor.is_floating_point() and tensor.ndim > 1:
+            num_rows = max(num_rows, tensor.numel() // max(tensor.shape[-1], 1))
         elif tensor.ndim > 1:
             num_ids = max(num_ids, tensor.numel())
-        else:
-            num_labels = max(num_labels, tensor.numel())  # or ids of packed sequences
-    if has_images and num_ids == 0:
+        elif not tensor.is_floating_point():
+            num_flat = max(num_flat, tensor.numel())  # ids of packed sequences, labels, or counts
+    if num_ids:
+        return num_ids
+    if has_signals:
         return 0
-    return max(num_ids, num_labels, num_rows)
+    return max(num_flat, num_rows)
 
 
 def _refuse_added_params(group: ShardGroup) -> None:

@@ -14,6 +14,7 @@ layer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import MethodType
@@ -52,8 +53,15 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     total = sum(_numel(param) for call in calls for param in call.params)
     may_replay = runtime.comm.may_replay_steps
     called = {call.module for call in calls}
-    why_single = partial(_why_single, num_tokens=num_tokens, is_near=is_near, may_replay=may_replay, called=called)
+    blocks: dict[nn.Module, str] = {}
     for name, block in _blocks(calls[-1].module, "", total, called):
+        blocks.setdefault(block, name)  # two containers may hold it
+    times = Counter(part for block in blocks for part in block.modules())
+    shared = {part for part in times if times[part] > 1}
+    why_single = partial(
+        _why_single, num_tokens=num_tokens, is_near=is_near, may_replay=may_replay, called=called, shared=shared
+    )
+    for block, name in blocks.items():
         parts = list(block.modules())
         why = why_single(parts)
         others = [module for module in parts if not _has_experts(module)]
@@ -166,15 +174,19 @@ def _why_single(
     *,
     may_replay: bool,
     called: set[nn.Module],
+    shared: set[nn.Module],
 ) -> str | None:
     """Why the weights of these modules are gathered one by one; None if they can be a group.
-    ``called``: what ``gtp_shard`` was called on."""
+    ``called``: what ``gtp_shard`` was called on. ``shared``: what several blocks have as a part."""
     params = params_of(bindings_of(modules))
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     if len(weights) < 2:
         return "it has fewer than two sharded weights"
     if not called.isdisjoint(modules[1:]):  # whose calls cast, in frames of their own
         return "gtp_shard was called on a part of it"
+    for binding in bindings_of(shared.intersection(modules)):
+        for param in binding.params.values():  # a group takes gradients of its own leaves alone
+            return f"'{param.fqn}' is shared with other blocks"
     why = _why_large(weights, num_tokens)
     if why is None:
         why = _why_unlike(modules, params)

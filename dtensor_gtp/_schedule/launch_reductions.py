@@ -109,9 +109,9 @@ class ReductionLaunches:
         if is_narrow:
             dtype = taken[0].dtype
         # All ranks must part alike, so neither a kernel that does not work here nor a layout decides.
-        may_part = taken[0].dtype == dtype and (not is_narrow or is_loaded_ahead(taken[0], world))
+        may_stay = taken[0].dtype == dtype and (not is_narrow or is_loaded_ahead(taken[0], world))
         fulls: list[Tensor] = []
-        for stays, parts in groupby(taken, lambda part: may_part and _is_sendable(part, world)):
+        for stays, parts in groupby(taken, lambda part: may_stay and _is_sendable(part, world)):
             if stays:
                 fulls += [part.contiguous() for part in parts]
             else:

@@ -304,9 +304,10 @@ class Gradients:
             return
         first = together.waiting[0]
         other = first.weight
-        # One launch has one communicator, dtype and scale.
-        is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
-        is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
+        # One launch has one communicator, scale, and dtype of what it sends and of the sum.
+        is_alike = (first.scale, first.bundle, other.groups) == (scale, self._bundle, weight.groups)
+        dtypes = (other.compute_dtype, other.reduce_dtype)
+        is_alike = is_alike and dtypes == (weight.compute_dtype, weight.reduce_dtype)
         if not (is_alike and self._may_wait(weight, is_taken=is_taken, joins=True)):
             self._launch(together.flush())
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def travels_as_it_is(nbytes: int) -> bool:
-    """Whether a gradient of so many bytes, of a group, is sent without a copy beside small ones."""
+    """Whether a group sends a gradient of so many bytes itself, not packed with the small ones."""
     return nbytes >= _NOT_PACKED
 
 

@@ -188,7 +188,7 @@ def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating:
     is_wide = _keeps_wide_sum(target.dtype, left)
     # ``target`` holds the sum of earlier microbatches (without gradient sync) or uses.
     if is_accumulating and is_wide:
-        torch.addmm(target, left, right, torch.float32, out=target)  # by the GEMM itself
+        torch.addmm(target, left, right, torch.float32, out=target)  # pytorch/pytorch#167931
     elif is_accumulating:
         target += left.mm(right)
     elif target.dtype == left.dtype:

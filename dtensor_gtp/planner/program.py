@@ -294,11 +294,7 @@ class _GTPShard(Program):
         names = _names(weights)
         if weights[0].is_group:  # packed, once compute has waited for the last launch
             self._retire(0)
-            members = [self.setting.sharded[number].weight for group in weights for number in group.members]
-            numels = [each.numel for each in members if not travels_as_it_is(each.numel * COMPUTE_NBYTES)]
-            share = sum(numels) / sum(each.numel for each in members)
-            ms = self.costs.memory_ms(sum(numels) * COMPUTE_NBYTES + nbytes * share)
-            self.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {names}")
+            self.add(Stream.COMPUTE, Load.COMPUTE, self._pack_ms(weights, nbytes), label=f"pack {names}")
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         self.spend(self.host.copy_us if is_copy else self.host.collective_us)
@@ -316,6 +312,14 @@ class _GTPShard(Program):
         else:
             read = shard * self.setting.reduce_nbytes
         self._sum_up(weights, after, read + shard * PARAM_NBYTES)
+
+    def _pack_ms(self, groups: Sequence[Sharded], nbytes: int) -> float:
+        """For gradients that a launch of so many bytes sends, but for those that travel as they are."""
+        weights = [self.setting.sharded[number].weight for group in groups for number in group.members]
+        numels = [weight.numel for weight in weights if not weight.is_frozen]
+        is_cast = nbytes != sum(numels) * COMPUTE_NBYTES
+        packed = sum(numel for numel in numels if is_cast or not travels_as_it_is(numel * COMPUTE_NBYTES))
+        return self.costs.memory_ms(packed * COMPUTE_NBYTES + nbytes * packed / max(sum(numels), 1))
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
         if self.setting.sends_narrow(self._schedule, weights[0]):

@@ -196,15 +196,12 @@ def measure(
     mode: str,
     seq_len: int,
     leftover: int,
-    is_new: bool,
     workload: Workload,
     world: World,
     arguments: argparse.Namespace,
 ) -> Measurement:
-    """Warms up, times and, if asked, traces one mode at one length; with an optimizer, the full step.
-
-    ``is_new`` says that the model has not run yet: then its first step is timed, too.
-    """
+    """Times the first step of a new model, warms it up, times and, if asked, traces it at one length; with an
+    optimizer, the full step."""
     step = make_step(model, mode, workload, world, seq_len, optimizer)
     first = FirstStep(model, world, is_reduced=arguments.fake_ranks is None)
     loss = world.mean(step(first.after_backward).item())
@@ -222,9 +219,8 @@ def measure(
     predicted = explain_peak(model, optimizer, mode, workload, seq_len, world)
     tokens, activations = workload.batch * seq_len, most_activations(workload, seq_len)
     ms = predict_ms(mode, workload, seq_len, world, arguments) if phase == FORWARD_BACKWARD else None
-    first_ms = first.ms if is_new else None
     return Measurement(
-        mode, seq_len, phase, samples, tokens, memory, loss, first.grad_norm, predicted, activations, ms, first_ms
+        mode, seq_len, phase, samples, tokens, memory, loss, first.grad_norm, predicted, activations, ms, first.ms
     )
 
 
@@ -290,9 +286,7 @@ def run_mode(
                 if optimizer is None:
                     return measured, error
             label = f"{mode}, {phase}, T={seq_len}"
-            work = partial(
-                measure, model, optimizer, mode=mode, seq_len=seq_len, leftover=leftover, is_new=not measured
-            )
+            work = partial(measure, model, optimizer, mode=mode, seq_len=seq_len, leftover=leftover)
             result, error = world.guarded(label, partial(work, workload=workload, world=world, arguments=arguments))
             if result is None:
                 return measured, f"{label}: {error}"

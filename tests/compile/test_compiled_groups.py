@@ -125,6 +125,44 @@ class TestCompiledGroups(GlooTest):
                 model = self.train(partial(compile_parts, replaces, compiles_blocks))
                 self.assertEqual(in_memory(model), [False] * 3)
 
+    def test_parts_of_blocks_compiled_before_sharding_stay_so(self) -> None:
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        model = Model()
+        for layer in model.layers:
+            layer.inner.compile(backend=backend)
+        gtp_shard(model, self.gtp_mesh(), schedule=CHOSEN)
+        square(model, torch.ones(2, WIDTH)).backward()
+        self.assertEqual(len(members_of(model).groups), 3)
+        self.assertTrue(graphs)
+
+    def test_compiled_blocks_that_share_a_part(self) -> None:
+        """Each graph would have a weight of its own, and its gradient."""
+
+        class Shared(Model):
+            def __init__(self, part: str) -> None:
+                super().__init__()
+                setattr(self.layers[1], part, getattr(self.layers[0], part))
+                self.more = nn.ModuleList([self.layers[2], Block()])  # one block in two containers
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.more[1](super().forward(x))
+
+        def compile_blocks(model: Any) -> None:
+            for layer in {*model.layers, *model.more}:
+                in_place(layer)
+
+        for part in ("norm", "inner"):
+            for change in (compile_blocks, in_place, lambda model: None):
+                model = self.train(change, make=partial(Shared, part))
+                self.assertEqual([group.fqn for group in members_of(model).groups], ["layers.2", "more.1"])
+                self.assertIn("is shared with other blocks", str(sharding_report(model, verbose=True)))
+
     def test_a_compiled_model_reads_weights_of_its_blocks(self) -> None:
         """After the graph break at a block, too: the compiler must not trace the gather."""
 

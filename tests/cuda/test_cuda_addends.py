@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 from dtensor_gtp._comm import addends, reductions
 from dtensor_gtp._comm.collectives import ReduceScale
 from dtensor_gtp._comm.reductions import Scattering
+from dtensor_gtp.ops import linear
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -93,6 +94,21 @@ class TestOnOneGPU(unittest.TestCase):
         kernel = addends.fused_sum(torch.empty(1, dtype=dtype, device=device), num_ranks)
         self.assertIsNotNone(kernel, addends._verdicts())
         return kernel
+
+    def test_the_gemm_adds_products_in_float32(self) -> None:
+        """Into any layout, without memory for the product: microbatches are summed so."""
+        for dtype in (torch.bfloat16, torch.float16):
+            left = torch.randn(1024, 512, dtype=dtype, device="cuda")
+            right = torch.randn(512, 2048, dtype=dtype, device="cuda")
+            start = torch.randn(1024, 2048, device="cuda")
+            expected = start.double() + left.double() @ right.double()
+            for total in (start.clone(), start.t().contiguous().t(), torch.cat([start, start], 1)[:, :2048]):
+                linear._multiply_into(total.clone(), left, right, is_accumulating=True)  # cuBLAS takes its workspace
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                linear._multiply_into(total, left, right, is_accumulating=True)
+                self.assertLess(torch.cuda.max_memory_allocated() - before, start.nbytes)
+                torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-3)
 
     def test_is_taken(self) -> None:
         for num_ranks in range(2, 9):

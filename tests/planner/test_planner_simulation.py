@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dtensor_gtp._schedule import waiting_gradients
 from dtensor_gtp.planner.costs import Axis, Costs, Load, Stream, Task, simulate
 from dtensor_gtp.planner.machine import Contention, load_machine
 from dtensor_gtp.planner.memory import _uses, moments
@@ -220,6 +221,21 @@ def test_a_group_is_gathered_freed_and_reduced_once(checkpoint: str) -> None:
     single = build(tiny(policy=by_one, checkpoint=checkpoint), schedule)
     assert program.host_ms < single.host_ms
     assert program.received["gtp"] <= single.received["gtp"]
+
+
+def test_large_gradients_of_a_group_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that are cast for the wire."""
+    near = tiny(policy=SchedulePolicy(embedding="gather"))
+    far = replace(on_machine(near, gpus_per_host=1), reduce_nbytes=4)
+
+    def pack_ms(setting: Setting) -> float:
+        program = build(setting, setting.choice(0)[0])
+        return sum(task.ms for task in program.tasks if task.label.startswith("pack"))
+
+    before = pack_ms(near), pack_ms(far)
+    assert min(before) > 0
+    monkeypatch.setattr(waiting_gradients, "_NOT_PACKED", 1)
+    assert (pack_ms(near), pack_ms(far)) == (0, before[1])
 
 
 def test_small_groups_travel_together() -> None:

@@ -27,6 +27,7 @@ from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import context, reductions
 from dtensor_gtp._schedule import choose_schedule, launch_reductions, waiting_gradients
 from dtensor_gtp._schedule.block_uses import BlockUse
+from dtensor_gtp._torch_compat import tensors
 
 WIDTH = 16
 CHOSEN = SchedulePolicy(min_shard_numel=0)  # as the default, but tiny weights are sharded, too
@@ -217,7 +218,11 @@ class TestGroups(GlooTest):
             ((ids,), 10),
             ((ids.flatten(),), 10),
             ((ids, torch.ones(2, 1, 5, 5, dtype=torch.bool)), 10),
+            ((ids, torch.ones(2, 1, 5, 5, dtype=torch.long)), 10),
+            ((ids, torch.ones(16, 5, 5)), 10),
             ((ids, image), 10),
+            ((image.byte(), labels), 0),
+            ((torch.ones(2, 1 << 16), labels), 0),
             ((torch.ones(3, 5, 7), labels), 15),
             ((torch.ones(64, 7), labels), 64),
             ((image, labels), 0),
@@ -707,6 +712,38 @@ class TestGroupsOnReplicas(GlooTest):
             self.assertEqual(narrow.keys(), wide.keys())
             for name, grad in narrow.items():
                 torch.testing.assert_close(grad, wide[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+    def test_gradients_of_other_dtypes_travel_apart(self) -> None:
+        """Every other block computes in bfloat16, and all reduce in float32."""
+
+        class Mixed(Model):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in self.layers:
+                    x = layer(x.float()).float()
+                return x
+
+        mesh = self.gtp_mesh()
+        reference = seeded(partial(Mixed, 4))
+        models: list[Any] = [copy.deepcopy(reference) for _ in range(2)]
+        for model, limit in zip(models, (0, choose_schedule._LEAST_AHEAD), strict=True):
+            for index, layer in enumerate(model.layers):
+                low = LOW if index % 2 else MixedPrecisionPolicy(torch.float32, torch.float32)
+                gtp_shard(layer, mesh, schedule=CHOSEN, mp_policy=low)
+            with mock.patch.object(choose_schedule, "_LEAST_AHEAD", limit):
+                gtp_shard(model, mesh, schedule=CHOSEN)
+                square(model, rows_of_rank(rows(torch.Generator().manual_seed(0)), mesh)).backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            if ours.grad is not None:
+                torch.testing.assert_close(full(ours.grad), full(theirs.grad))
+
+    def test_large_shards_are_cast_by_launches_of_their_own(self) -> None:
+        small, _ = self._reduced(self.gtp_mesh(), CHOSEN, True)
+        with (
+            mock.patch.object(tensors, "_LARGE", 0),
+            mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("cast together")),
+        ):
+            large, _ = self._reduced(self.gtp_mesh(), CHOSEN, True, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        assert_bit_equal(list(large.values()), list(small.values()), "gradients")
 
     def test_large_gradients_are_not_packed_in_the_dtype_of_the_reduction_either(self) -> None:
         """One launch sends them beside the packed small ones."""
