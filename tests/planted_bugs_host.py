@@ -45,18 +45,11 @@ HOST = {
         Bug("Scattering.launch", drop("self._rank = groups.scatter.rank()"),
             "test_bits_do_not_depend_on_who_adds"),
     "a backward loads Triton":
-        Bug("Scattering.__init__", replace("dtype is None or is_loaded_ahead(like, num_ranks)", "True"),
+        Bug("Scattering.__init__", replace("dtype is None or is_loaded_ahead(self._sent[0], num_ranks)", "True"),
             "test_the_kernel_adds_only_where_the_first_forward_has_loaded_it"),
     "gradients of other dtypes travel together":
         Bug("Gradients._launch_others", replace("dtypes == (weight.compute_dtype, weight.reduce_dtype)",
             "dtypes[1] == weight.reduce_dtype"), "test_gradients_of_other_dtypes_travel_apart"),
-    "large shards are cast with small ones":
-        Bug("copy_all", replace("is_large_cast or len(targets) == 1", "len(targets) == 1"),
-            "test_large_shards_are_cast_by_launches_of_their_own"),
-    "large gradients are packed in the dtype of the reduction":
-        Bug("ReductionLaunches._packed", replace("not is_narrow or is_loaded_ahead(taken[0], world)",
-            "is_narrow and is_loaded_ahead(taken[0], world)"),
-            "test_large_gradients_are_not_packed_in_the_dtype_of_the_reduction_either"),
     "gradients that travel without a copy arrive in places of others":
         Bug("Scattering.launch", replace("received.split(self._sizes, 1)", "received.split(self._sizes[::-1], 1)"),
             "test_gradients_of_16_bits_travel_as_they_are"),

@@ -225,8 +225,6 @@ class Scattering:
         dtype: Of the sum, if it is wider than ``sum_dtype`` says. Nothing else needs the fused
             kernel then, so torch adds unless the kernel was loaded ahead.
         ring, places: For ``"copy_engine"``: where peers fetch each gradient.
-        is_joined: Whether ``"ring"`` puts slots one behind the other, as an exchange does. No gradient
-            may require a gradient then: autograd refuses writes to these views.
     """
 
     def __init__(
@@ -239,7 +237,6 @@ class Scattering:
         places: Sequence[Place] = (),
         *,
         dtype: torch.dtype | None = None,
-        is_joined: bool = False,
     ) -> None:
         self._num_ranks = num_ranks
         self._ring = ring
@@ -251,7 +248,6 @@ class Scattering:
         self._sent: list[Tensor] = []  # what the collective reads
         self._copies: list[tuple[Tensor, Tensor]] = []  # target and source
         self._received: Tensor | None = None  # the addends of an exchange
-        self._sum: Tensor | None = None  # what ``slots`` are views of, if they are joined
         self.slots: list[Tensor] = []
         if num_ranks == 1:
             self._sent.append(fulls[0])  # as it is: nothing is sent
@@ -269,40 +265,42 @@ class Scattering:
             self._sent.append(target)
             if target is not full:
                 self._copies.append((target, full))
-        like = self._sent[0]
-        shapes = [(sent.shape[0] // num_ranks, *sent.shape[1:]) for sent in self._sent]
-        if kind == "ring" and not is_joined:
-            self.slots = [like.new_empty(shape) for shape in shapes]
-            return
-        self._sizes = [math.prod(shape) for shape in shapes]  # elements of one rank's rows
-        self._sum = like.new_empty(sum(self._sizes), dtype=dtype or sum_dtype(kind, wire_dtype))
-        # Views of the sum, so one kernel fills all of them after an exchange.
-        parts = self._sum.split(self._sizes)
-        self.slots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            if kind == "ring":
+                num_rows, *others = target.shape
+                self.slots.append(target.new_empty((num_rows // num_ranks, *others)))
         if kind != "ring":
             self._add = None
-            if dtype is None or is_loaded_ahead(like, num_ranks):
-                self._add = fused_sum(like, num_ranks)
+            if dtype is None or is_loaded_ahead(self._sent[0], num_ranks):
+                self._add = fused_sum(self._sent[0], num_ranks)
             if self._add is None and len(self._sent) > 1 and ring is None:
                 self._add = add_parts  # the other ranks send parts, too
-            self._prepare_exchange()
+            self._prepare_exchange(dtype or sum_dtype(kind, wire_dtype))
 
-    def _prepare_exchange(self) -> None:
+    def _prepare_exchange(self, dtype: torch.dtype) -> None:
         """Allocate what each rank receives: the addends of its rows, to add in a wider dtype.
 
         The addends of one rank are contiguous, so one kernel adds all gradients: each kernel waits
         until a GEMM leaves room for it. The kernel reads this rank's own addends where they were
         to be sent.
         """
+        like = self._sent[0]
         num_rows = self._num_ranks
+        shapes = [(sent.shape[0] // num_rows, *sent.shape[1:]) for sent in self._sent]
+        self._sizes = [math.prod(shape) for shape in shapes]  # elements of one rank's rows
+        self._sum = like.new_empty(sum(self._sizes), dtype=dtype)
         if self._add is not None:
             num_rows -= 1  # without this rank's
-        self._received = self._sent[0].new_empty(num_rows, sum(self._sizes))
+        self._received = like.new_empty(num_rows, self._sum.numel())
+        parts = self._sum.split(self._sizes)
+        # Views of the sum, so one kernel fills all of them.
+        self.slots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @property
     def flat(self) -> Tensor:
-        """All slots, one behind the other, if they are joined or exchanged."""
-        assert self._sum is not None
+        """All slots, one behind the other. Of one gradient, or after an exchange."""
+        if self._received is None:
+            (slot,) = self.slots
+            return slot.flatten()
         return self._sum
 
     def keep(self) -> list[Tensor]:
@@ -360,7 +358,6 @@ class Scattering:
         received = self._received
         if received is None:
             return
-        assert self._sum is not None
         is_mean = scale.op == dist.ReduceOp.AVG  # else ``scale`` divides later
         own: list[Tensor] = []  # this rank's addends, if nobody has sent them
         if self._add is not None or self._ring is not None:

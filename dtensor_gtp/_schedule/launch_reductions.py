@@ -109,7 +109,7 @@ class ReductionLaunches:
         if is_narrow:
             dtype = taken[0].dtype
         # All ranks must part alike, so neither a kernel that does not work here nor a layout decides.
-        may_stay = taken[0].dtype == dtype and (not is_narrow or is_loaded_ahead(taken[0], world))
+        may_stay = is_narrow and is_loaded_ahead(taken[0], world)
         fulls: list[Tensor] = []
         for stays, parts in groupby(taken, lambda part: may_stay and _is_sendable(part, world)):
             if stays:
@@ -174,7 +174,7 @@ class ReductionLaunches:
             scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype)
         else:
             kind = weight.groups.reduce_scatter
-            scattering = Scattering(kind, fulls, world, dtype, ring, places, is_joined=is_packed)
+            scattering = Scattering(kind, fulls, world, dtype, ring, places)
         waiting: AbstractContextManager[Any] = nullcontext()
         if self._block is not None and self._has_launched:
             waiting = comm.reductions.unbounded()

@@ -314,11 +314,12 @@ class _GTPShard(Program):
         self._sum_up(weights, after, read + shard * PARAM_NBYTES)
 
     def _pack_ms(self, groups: Sequence[Sharded], nbytes: int) -> float:
-        """For gradients that a launch of so many bytes sends, but for those that travel as they are."""
+        """For gradients that a launch of so many bytes sends, but for those that travel as they are: see
+        ``ReductionLaunches``."""
         weights = [self.setting.sharded[number].weight for group in groups for number in group.members]
         numels = [weight.numel for weight in weights if not weight.is_frozen]
-        is_cast = nbytes != sum(numels) * COMPUTE_NBYTES
-        packed = sum(numel for numel in numels if is_cast or not travels_as_it_is(numel * COMPUTE_NBYTES))
+        may_stay = self.setting.sends_narrow(self._schedule, groups[0])
+        packed = sum(numel for numel in numels if not (may_stay and travels_as_it_is(numel * COMPUTE_NBYTES)))
         return self.costs.memory_ms(packed * COMPUTE_NBYTES + nbytes * packed / max(sum(numels), 1))
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:

@@ -224,9 +224,9 @@ def test_a_group_is_gathered_freed_and_reduced_once(checkpoint: str) -> None:
 
 
 def test_large_gradients_of_a_group_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those that are cast for the wire."""
-    near = tiny(policy=SchedulePolicy(embedding="gather"))
-    far = replace(on_machine(near, gpus_per_host=1), reduce_nbytes=4)
+    """Where they travel in the dtype of compute."""
+    near = replace(tiny(policy=SchedulePolicy(embedding="gather")), reduce_nbytes=4)
+    far = on_machine(near, gpus_per_host=1)
 
     def pack_ms(setting: Setting) -> float:
         program = build(setting, setting.choice(0)[0])

@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -27,7 +27,6 @@ from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import context, reductions
 from dtensor_gtp._schedule import choose_schedule, launch_reductions, waiting_gradients
 from dtensor_gtp._schedule.block_uses import BlockUse
-from dtensor_gtp._torch_compat import tensors
 
 WIDTH = 16
 CHOSEN = SchedulePolicy(min_shard_numel=0)  # as the default, but tiny weights are sharded, too
@@ -736,32 +735,8 @@ class TestGroupsOnReplicas(GlooTest):
             if ours.grad is not None:
                 torch.testing.assert_close(full(ours.grad), full(theirs.grad))
 
-    def test_large_shards_are_cast_by_launches_of_their_own(self) -> None:
-        small, _ = self._reduced(self.gtp_mesh(), CHOSEN, True)
-        with (
-            mock.patch.object(tensors, "_LARGE", 0),
-            mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("cast together")),
-        ):
-            large, _ = self._reduced(self.gtp_mesh(), CHOSEN, True, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        assert_bit_equal(list(large.values()), list(small.values()), "gradients")
-
-    def test_large_gradients_are_not_packed_in_the_dtype_of_the_reduction_either(self) -> None:
-        """One launch sends them beside the packed small ones."""
-        policies = (MixedPrecisionPolicy(torch.bfloat16), MixedPrecisionPolicy())
-        for mesh, policy in product((self.gtp_mesh(), self.hsdp_mesh()), policies):
-            packed, _ = self._reduced(mesh, CHOSEN, True, policy)
-            with (
-                mock.patch.object(waiting_gradients, "_NOT_PACKED", 512),  # bytes
-                mock.patch.object(
-                    compat, "reduce_scatter_coalesced", side_effect=compat.reduce_scatter_coalesced
-                ) as launch,
-            ):
-                as_they_are, _ = self._reduced(mesh, CHOSEN, True, policy)
-            self.assertTrue(launch.called)
-            assert_bit_equal(list(as_they_are.values()), list(packed.values()), f"{policy}")
-
     def _reduced(
-        self, mesh: Any, schedule: SchedulePolicy, is_one_host: bool, policy: MixedPrecisionPolicy = LOW
+        self, mesh: Any, schedule: SchedulePolicy, is_one_host: bool
     ) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
         """Gradients of three microbatches, and the dtypes of what ranks have exchanged."""
         sent: set[torch.dtype] = set()
@@ -770,7 +745,7 @@ class TestGroupsOnReplicas(GlooTest):
             mock.patch.object(context, "is_one_host", return_value=is_one_host),
             noted(compat, "all_to_all_base", lambda output, input, *args: sent.add(input.dtype)),
         ):
-            model: Any = gtp_shard(seeded(partial(Model, 2, block=Mixture)), mesh, schedule=schedule, mp_policy=policy)
+            model: Any = gtp_shard(seeded(partial(Model, 2, block=Mixture)), mesh, schedule=schedule, mp_policy=LOW)
             for number, is_synced in enumerate((True, False, True)):
                 model.set_requires_gradient_sync(is_synced)
                 if number == 2:
