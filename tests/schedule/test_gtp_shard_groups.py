@@ -183,8 +183,8 @@ class TestGroups(GlooTest):
             compiled = seeded(partial(Model, block=Mixture))
             for layer in compiled.layers:
                 layer.compile(backend="aot_eager")
-            # Tokens do not count for weights that code of the user multiplies.
-            small = mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2)
+            # For the two rows of a rank. Experts do not count: code of the user multiplies them.
+            small = mock.patch.object(choose_schedule, "_SMALL_GEMM", 2 * 4 * WIDTH**2)
             with small, mock.patch.object(choose_schedule, "_MOST_IN_GROUP", most):
                 model = self.check(seeded(partial(Model, block=Mixture)), num_microbatches=2)
                 self.assertEqual(self.singles(model), expected)
