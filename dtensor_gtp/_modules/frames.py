@@ -321,13 +321,14 @@ def _num_tokens(inputs: Any) -> int:
     for tensor in tensors_in(inputs):
         if tensor.dtype is torch.bool or tensor.is_complex():
             continue  # a mask may have a number for each pair of tokens
-        if tensor.ndim > 3 or (tensor.ndim > 1 and tensor.shape[-1] > _WIDEST):
+        is_real = tensor.is_floating_point()
+        if tensor.ndim > 3 or (is_real and tensor.ndim > 1 and tensor.shape[-1] > _WIDEST):
             has_signals = True
-        elif tensor.is_floating_point() and tensor.ndim > 1:
+        elif is_real and tensor.ndim > 1:
             num_rows = max(num_rows, tensor.numel() // max(tensor.shape[-1], 1))
         elif tensor.ndim > 1:
             num_ids = max(num_ids, tensor.numel())
-        elif not tensor.is_floating_point():
+        elif not is_real:
             num_flat = max(num_flat, tensor.numel())  # ids of packed sequences, labels, or counts
     if num_ids:
         return num_ids

@@ -216,6 +216,7 @@ class TestGroups(GlooTest):
         for inputs, expected in (
             ((ids,), 10),
             ((ids.flatten(),), 10),
+            ((torch.ones(1, 1 << 16, dtype=torch.long),), 1 << 16),
             ((ids, torch.ones(2, 1, 5, 5, dtype=torch.bool)), 10),
             ((ids, torch.ones(2, 1, 5, 5, dtype=torch.long)), 10),
             ((ids, torch.ones(16, 5, 5)), 10),
