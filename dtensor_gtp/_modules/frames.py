@@ -32,12 +32,12 @@ ADVICE_FOR_JIT = (
     "full_state_dict=True, and give that one to torch.jit."
 )
 
-_WIDEST = 1 << 15  # features of a row; more numbers in a row are samples of sound
-
 ADVICE_FOR_COMPILE = (
     "torch.compile(fullgraph=True) expects no call of a block whose weights gtp_shard gathers together. "
     "Compile each block instead, before you wrap it: block.compile(fullgraph=True). Or leave out fullgraph=True."
 )
+
+_WIDEST = 1 << 15  # features of a row; more numbers in a row are samples of sound
 
 
 def call_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:

@@ -184,9 +184,9 @@ def _why_single(
         return "it has fewer than two sharded weights"
     if not called.isdisjoint(modules[1:]):  # whose calls cast, in frames of their own
         return "gtp_shard was called on a part of it"
-    for binding in bindings_of(module for module in modules if module in shared):
-        for param in binding.params.values():  # a group takes gradients of its own leaves alone
-            return f"'{param.fqn}' is shared with other blocks"
+    if elsewhere := params_of(bindings_of(module for module in modules if module in shared)):
+        # A group takes gradients of its own leaves alone.
+        return f"'{elsewhere[0].fqn}' is shared with other blocks"
     why = _why_large(weights, num_tokens)
     if why is None:
         why = _why_unlike(modules, params)

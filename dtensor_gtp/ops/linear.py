@@ -186,9 +186,10 @@ def _keeps_wide_sum(dtype: torch.dtype, operand: Tensor) -> bool:
 
 def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating: bool) -> None:
     is_wide = _keeps_wide_sum(target.dtype, left)
-    # ``target`` holds the sum of earlier microbatches (without gradient sync) or uses.
+    # Without gradient sync: ``target`` holds the sum of earlier microbatches.
     if is_accumulating and is_wide:
-        torch.addmm(target, left, right, torch.float32, out=target)  # pytorch/pytorch#167931
+        # The GEMM adds: no memory for the product (pytorch/pytorch#167931).
+        torch.addmm(target, left, right, torch.float32, out=target)
     elif is_accumulating:
         target += left.mm(right)
     elif target.dtype == left.dtype:

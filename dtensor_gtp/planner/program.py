@@ -294,7 +294,7 @@ class _GTPShard(Program):
         names = _names(weights)
         if weights[0].is_group:  # packed, once compute has waited for the last launch
             self._retire(0)
-            self.add(Stream.COMPUTE, Load.COMPUTE, self._pack_ms(weights, nbytes), label=f"pack {names}")
+            self.add(Stream.COMPUTE, Load.COMPUTE, self._pack_ms(weights), label=f"pack {names}")
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         self.spend(self.host.copy_us if is_copy else self.host.collective_us)
@@ -313,14 +313,15 @@ class _GTPShard(Program):
             read = shard * self.setting.reduce_nbytes
         self._sum_up(weights, after, read + shard * PARAM_NBYTES)
 
-    def _pack_ms(self, groups: Sequence[Sharded], nbytes: int) -> float:
-        """For gradients that a launch of so many bytes sends, but for those that travel as they are: see
-        ``ReductionLaunches``."""
+    def _pack_ms(self, groups: Sequence[Sharded]) -> float:
+        """For the gradients of groups, but for those that travel as they are: see ``ReductionLaunches``."""
         weights = [self.setting.sharded[number].weight for group in groups for number in group.members]
         numels = [weight.numel for weight in weights if not weight.is_frozen]
-        may_stay = self.setting.sends_narrow(self._schedule, groups[0])
-        packed = sum(numel for numel in numels if not (may_stay and travels_as_it_is(numel * COMPUTE_NBYTES)))
-        return self.costs.memory_ms(packed * COMPUTE_NBYTES + nbytes * packed / max(sum(numels), 1))
+        sent_nbytes = self.setting.reduce_nbytes
+        if self.setting.sends_narrow(self._schedule, groups[0]):
+            sent_nbytes = COMPUTE_NBYTES
+            numels = [numel for numel in numels if not travels_as_it_is(numel * COMPUTE_NBYTES)]
+        return self.costs.memory_ms(sum(numels) * (COMPUTE_NBYTES + sent_nbytes))
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
         if self.setting.sends_narrow(self._schedule, weights[0]):

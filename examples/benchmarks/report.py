@@ -36,7 +36,7 @@ class Measurement:
         predicted: what the allocator's peak should be, and why; None for modes whose plan is not known.
         activations: the most bytes that activations alone need in such a step, the same for all modes.
         predicted_ms: what the planner says of forward and backward; None for modes and machines that it does not know.
-        first_ms: forward and backward of the first step after the model was built and sharded; None for later steps.
+        first_ms: forward and backward of the first step after the model was built and sharded; None if nobody timed it.
     """
 
     mode: str
