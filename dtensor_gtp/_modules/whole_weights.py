@@ -60,9 +60,12 @@ def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
     weights = _weights_among(params)
     # First, because this reads what is freed below.
     errors: list[RuntimeError | None] = [*runtime.lost_writes.written_outside(weights)]
-    errors += [param.take_back() for param in params if isinstance(param, WholeParam)]
+    errors.append(runtime.reads.misuse_outside())
     for param in params:
         param.is_pinned = False
+        if isinstance(param, WholeParam):
+            param.carry_writes()
+            errors.append(param.take_back())
     for weight in weights:
         if weight.group is not None:
             weight.group.views.unpin()

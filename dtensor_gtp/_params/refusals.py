@@ -13,6 +13,7 @@ from .. import _torch_compat as compat
 from .._comm.streams import Streams
 from .._howto import see
 from .gathered import Version, is_same_to_autograd
+from .managed_param import ManagedParam
 from .sharded_weight import ShardedWeight
 
 
@@ -92,4 +93,22 @@ def hook_at_node(fqn: str, param: Tensor) -> str:
         f"gradients any more, but code registered one for parameter '{fqn}' of shape "
         f"{tuple(param.shape)} (rank {dist.get_rank()}), as optimizers in backward do. Register it "
         "on the parameter: param.register_post_accumulate_grad_hook(hook)."
+    )
+
+
+def switched(param: ManagedParam, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"Code {where} froze or unfroze what modules see of parameter '{param.fqn}' of shape "
+        f"{tuple(param.param.shape)}, which the next forward would undo (rank {dist.get_rank()}). Call "
+        "requires_grad_() before the forward."
+    )
+
+
+def written_to_no_effect(weight: ManagedParam, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"A write {where} changed only the gathered copy of parameter '{weight.fqn}' of shape "
+        f"{tuple(weight.param.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
+        "parameter itself, outside of forwards: 'for param in module.parameters(): "
+        "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in "
+        "each forward."
     )

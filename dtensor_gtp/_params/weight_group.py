@@ -41,7 +41,7 @@ from .group_views import GroupViews
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
 from .sharded_weight import Gatherable, ShardedWeight
-from .whole_param import WholeParam
+from .whole_param import WholeParam, write_changed
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class WeightGroup:
                 part: Tensor = leaf.detach()
                 if isinstance(member, ShardedWeight):
                     part = member.layout.part_of(part)  # the rows of this rank
-                member.shard.copy_(part)
+                write_changed(member.shard, part)
         leaves.put_back()  # ``set_`` moves a leaf, and counts as a write
         leaves.written = versions
         self.shards.num_updates += 1

@@ -22,7 +22,7 @@ from .. import _torch_compat as compat
 from .._params.gathered import Gathered, Version
 from .._params.gradient import as_dense
 from .._params.managed_param import ManagedParam
-from .._params.refusals import check_differentiable, refuse_symbolic_tracing
+from .._params.refusals import check_differentiable, refuse_symbolic_tracing, switched, written_to_no_effect
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from .gathering import Gathering
@@ -106,7 +106,9 @@ class Frame:
         self.saved = saved  # None if autograd may keep full weights
         # What was read, by parameter and by whether it was read as differentiable.
         self.values: dict[tuple[ManagedParam, bool], _Known] = {}
-        self.seen: list[tuple[ShardedWeight, Seen]] = []  # what was read, as it was then
+        self.seen: list[tuple[ManagedParam, Seen]] = []  # copies that were read, as they were then
+        # Of whole parameters, by whether it was read as differentiable: the version that was read, and the copy.
+        self.copies: dict[tuple[WholeParam, bool], tuple[int, Tensor]] = {}
         self.held: list[tuple[Gatherable, Gathered]] = []  # uses that end with the frame
 
 
@@ -178,12 +180,12 @@ class AttributeReads:
     def read(self, param: ManagedParam) -> Tensor:
         """The value of a module attribute in a forward or backward."""
         refuse_symbolic_tracing(param.fqn)
-        if isinstance(param, WholeParam):
-            return param.value()
-        assert isinstance(param, ShardedWeight)
         frame = self.in_backward
         if self.frames:
             frame = self.frames[-1]
+        if isinstance(param, WholeParam):
+            return self._read_whole(param, frame)
+        assert isinstance(param, ShardedWeight)
         is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
         known = frame.values.get((param, is_differentiable))
         # An optimizer may step in the middle of a forward. Then the value is old, and gathered again.
@@ -202,6 +204,19 @@ class AttributeReads:
         value = self._value(param, gathered, is_differentiable)
         frame.values[(param, is_differentiable)] = _Known(param.version, value, gathered)
         if not gathered.is_alias:  # without peers the shard itself is read, and written
+            frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
+        return value
+
+    def _read_whole(self, param: WholeParam, frame: Frame) -> Tensor:
+        """One copy for all who read it in a frame, unless they read the parameter itself."""
+        param.carry_writes()
+        key = param, torch.is_grad_enabled()
+        known = frame.copies.get(key)
+        if known is not None and known[0] == param.version:
+            return known[1]
+        value = param.value()
+        if param.note_copy(value):
+            frame.copies[key] = param.version, value
             frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value
 
@@ -227,21 +242,21 @@ class AttributeReads:
                 if is_itself and seen.value._version == seen.version + 1:
                     frame.seen[i] = other, seen._replace(version=seen.version + 1)
 
-    def misuse_in(self, frame: Frame) -> RuntimeError | None:
-        """What the code of a frame, or of a backward, did to weights that it has read, to no
-        effect."""
-        where = "in a forward"
-        if frame is self.in_backward:
-            where = "in a backward"
+    def misuse_in(self, frame: Frame, where: str = "in a forward") -> RuntimeError | None:
+        """What code did to weights that it has read, to no effect. In a ``frame``, or elsewhere: then it is
+        ``in_backward``."""
         for weight, seen in frame.seen:
+            if isinstance(weight, WholeParam) and weight.has_got(seen.value):
+                continue
             if seen.is_written:
                 return written_to_no_effect(weight, where)
             if seen.is_switched(weight):
                 return switched(weight, where)
-            if weight.fused.is_any and seen.value.requires_grad and compat.tensor_hooks(seen.value):
+            is_fused = isinstance(weight, ShardedWeight) and weight.fused.is_any
+            if is_fused and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
                     f"A forward registered a hook on the gathered parameter '{weight.fqn}' of "
-                    f"shape {tuple(weight.layout.shape)}, but the layer does not read its weight, "
+                    f"shape {tuple(weight.param.shape)}, but the layer does not read its weight, "
                     f"so the hook would never run (rank {dist.get_rank()}). Register it once, "
                     "outside of forward, on the parameter that named_parameters() yields: it gets "
                     "the averaged gradient."
@@ -279,7 +294,7 @@ class AttributeReads:
                 continue
             refuse_symbolic_tracing(param.fqn)
             if isinstance(param, WholeParam):
-                value, is_alias = param.value(), True
+                value, is_alias = self.read(param), True
             else:
                 assert isinstance(param, ShardedWeight)
                 value, is_alias = self.value_in_passing(param)
@@ -324,6 +339,14 @@ class AttributeReads:
         )
         return value
 
+    def misuse_outside(self) -> RuntimeError | None:
+        """As ``misuse_in``, of code outside of passes, which reads copies of whole parameters after ``unshard``."""
+        if compat.current_graph_task_id() != -1:
+            return None  # the end of this backward looks
+        misuse = self.misuse_in(self.in_backward, "between unshard() and reshard()")
+        self._close(self.in_backward)
+        return misuse
+
     def release_read_in_backward(self) -> None:
         """Release the weights that this backward has read and still holds."""
         self._close(self.in_backward)
@@ -336,27 +359,13 @@ class AttributeReads:
     def _close(self, frame: Frame) -> None:
         # These refer to the buffers. A release poisons a buffer only if nobody else refers to it.
         frame.values.clear()
+        frame.copies.clear()
+        for param, seen in frame.seen:
+            if isinstance(param, WholeParam):
+                param.forget_copy(seen.value)
         frame.seen.clear()
         while frame.held:
             self._gathering.release(*frame.held.pop())
-
-
-def switched(param: ManagedParam, where: str) -> RuntimeError:
-    return RuntimeError(
-        f"Code {where} froze or unfroze what modules see of parameter '{param.fqn}' of shape "
-        f"{tuple(param.param.shape)}, which the next forward would undo (rank {dist.get_rank()}). Call "
-        "requires_grad_() before the forward."
-    )
-
-
-def written_to_no_effect(weight: ManagedParam, where: str) -> RuntimeError:
-    return RuntimeError(
-        f"A write {where} changed only the gathered copy of parameter '{weight.fqn}' of shape "
-        f"{tuple(weight.param.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
-        "parameter itself, outside of forwards: 'for param in module.parameters(): "
-        "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in "
-        "each forward."
-    )
 
 
 class _Materialize(torch.autograd.Function):

@@ -355,7 +355,7 @@ class Runtime:
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         with self.steps.forgetting_on_failure():
-            misuse = self.reads.misuse_in(self.reads.in_backward)  # raised last
+            misuse = self.reads.misuse_in(self.reads.in_backward, "in a backward")  # raised last
             self.reads.release_read_in_backward()
             self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")

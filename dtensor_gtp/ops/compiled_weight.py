@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class Handles:
         self._uses: WeakValueDictionary[int, CompiledWeight] = WeakValueDictionary()
         self._numbers = itertools.count()  # of weights
         self._calls = itertools.count()  # of backward ops
+        # Stand-ins for full weights while the compiler traces code. Writes show in their versions, but not in all
+        # graphs that it makes.
+        self._traced: list[ref[Tensor]] = []
 
     def add(self, weight: CompiledWeight) -> Tensor:
         number = next(self._numbers)
@@ -49,6 +52,23 @@ class Handles:
     def next_call(self) -> int:
         """A number for one call of a backward op, see [Note: effects of opaque ops]."""
         return next(self._calls)
+
+    def note_traced(self, full: Tensor) -> Tensor:
+        self._traced.append(ref(full))
+        return full
+
+    def refuse_traced_writes(self) -> None:
+        """Raise if code that was traced writes to a full weight. Call before that code runs."""
+        traced = [full for weak in self._traced if (full := weak()) is not None]
+        for full in traced:
+            if full._version > 0:
+                raise RuntimeError(
+                    "Compiled code writes to the gathered copy of a parameter of shape "
+                    f"{tuple(full.shape)}, not to its shards. Write to the parameter itself, outside of forwards: "
+                    "'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or compute the new "
+                    "weight from the old one in each forward."
+                )
+        self._traced = [*map(ref, traced)]
 
 
 @functools.cache
@@ -166,6 +186,7 @@ def materialize(compiled: CompiledWeight) -> Tensor:
 
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
 def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    handles().refuse_traced_writes()  # here for a backend that runs the graph as it was traced
     runtime, weight = handles()[handle].resolve_in_forward()
     if weight.form.wire is not None:
         weight.form.wire.note_read()
@@ -181,7 +202,8 @@ def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dt
 
 @_materialize.register_fake
 def _(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return leaf.new_empty(shape, dtype=dtype, device=device)
+    handles().refuse_traced_writes()  # backends trace a graph again once the compiler has it all
+    return handles().note_traced(leaf.new_empty(shape, dtype=dtype, device=device))
 
 
 @torch.library.custom_op("dtensor_gtp::reduce_grad", mutates_args=())

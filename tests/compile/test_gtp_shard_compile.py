@@ -50,6 +50,18 @@ class Block(nn.Module):
         return x + checkpoint(self.feed_forward, x, **self.recompute)
 
 
+class Clamped(nn.Linear):
+    """Writes to its weight in each forward."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return x * self.bias
+
+
 class Model(nn.Module):
     """Blocks between an embedding and a head. ``inside`` recomputes a part of each block, ``outside`` the whole."""
 
@@ -323,6 +335,18 @@ class TestCompile(GlooTest):
             model.layers[0].down.weight.mul_(2)
         with self.assertRaisesRegex(RuntimeError, r"'layers\.0\.down\.weight' .* modified by an inplace operation"):
             loss.backward()
+
+    def test_writes_to_single_weights_in_compiled_code_are_refused(self) -> None:
+        """Its graph would lose them: a layer that reads its shard computes with the values of before."""
+        for backend in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            model = shard_copy(self.fresh(lambda: Clamped(DIM)), self.gtp_mesh())
+            compiled = torch.compile(lambda x, model=model: model(x), backend=backend)  # around it: single weights
+            for _ in range(2):
+                with self.assertRaisesRegex(
+                    Exception, rf"writes to the gathered copy of a parameter of shape \({DIM}, {DIM}\)"
+                ):
+                    compiled(torch.randn(4, DIM))
 
     def test_frozen_linear_saves_no_input(self) -> None:
         x = torch.randn(16, DIM, requires_grad=True)

@@ -15,6 +15,7 @@ from common import ALL, assert_same_params, check_update, fake_mesh, full, rows_
 from pairs_common import CHOSEN, Pair, PairTest, halve_data, replace_data
 from runtime_common import WIDTH, Raw, make_rows, small_model, square_loss, square_step
 from schedules import explicit
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 
@@ -186,6 +187,42 @@ class TestWritesInForward(WriteTest):
 
         for schedule in (explicit(0, min_shard_numel=4 * WIDTH), MIXED):
             self.train(self.pair(lambda: nn.Sequential(Scales(), Scales()), schedule), square_step)
+
+    def test_copies_of_whole_parameters_pass_on_what_is_written(self) -> None:
+        """In the compute dtype or on another device, alone and in groups. Other elements keep their bits."""
+
+        class Writes(Layer):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.down.bias[0] = 0.5
+                    assert self.down.bias[0] == 0.5  # is read anew
+                return super().forward(x)
+
+        bf16 = MixedPrecisionPolicy(torch.bfloat16)
+        mixed = explicit(0, min_shard_numel=4 * WIDTH)
+        for options in (
+            {"mp_policy": bf16, "schedule": mixed},
+            {"mp_policy": bf16, "schedule": MIXED},
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False), "schedule": mixed},
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False), "schedule": mixed, "mp_policy": bf16},
+        ):
+            torch.manual_seed(0)
+            model: Any = gtp_shard(nn.Sequential(Writes(), Writes()), self.gtp_mesh(), **options)
+            before = [full(layer.down.bias).detach().clone() for layer in model]
+            for seed in range(2):
+                x = make_rows(seed, 4, WIDTH)
+                model(x)  # without a backward
+                for old, layer in zip(before, model, strict=True):
+                    old[0] = 0.5
+                    assert torch.equal(full(layer.down.bias), old)
+                square_step(model, x)
+                model.zero_grad()
+            model.unshard()
+            with torch.no_grad():
+                model[1].down.bias[1] = 2.0
+            model.reshard()
+            before[1][1] = 2.0
+            assert torch.equal(full(model[1].down.bias), before[1])
 
     def test_new_data_of_what_is_read_is_refused_in_each_forward(self) -> None:
         model = gtp_shard(Writes(nothing, False), self.gtp_mesh(), schedule=ALL)
