@@ -176,11 +176,20 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             "first, then elastic.synchronize_replicas on the root."
         )
     managed = {id(param.param) for param in params_of(bindings_of(module.modules()))}  # by calls on submodules
-    replaced = {}
-    for name, param in module.named_parameters():
-        if param not in ignored and id(param) not in managed:
-            replaced[name] = param
-    for name, param in replaced.items():
+    named = module.named_parameters()
+    # In a comprehension: a variable would be one more reference to the last parameter.
+    replaced = {name: param for name, param in named if param not in ignored and id(param) not in managed}
+    _check_devices(replaced, mesh)
+    _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)  # also of modules around this one
+    _check_memory(module, replaced)
+    # Reference counts are quick to read. All objects of the process are searched only if one is
+    # unusual.
+    if held := _held_elsewhere(module, replaced):
+        _refuse_holders(held, mesh)
+
+
+def _check_devices(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    for name, param in params.items():
         if param.device.type not in ("meta", "cpu", mesh.device_type):
             raise ValueError(
                 f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or "
@@ -188,12 +197,6 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 f"with mesh axes {mesh.mesh_dim_names} (rank {dist.get_rank()}). Move the module, "
                 "or build the mesh for its device."
             )
-    _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)  # also of modules around this one
-    _check_memory(module, replaced)
-    # Reference counts are quick to read. All objects of the process are searched only if one is
-    # unusual.
-    if held := _held_elsewhere(module, replaced):
-        _refuse_holders(held, mesh)
 
 
 def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:

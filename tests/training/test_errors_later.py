@@ -320,8 +320,11 @@ class TestEarlyOptimizers(unittest.TestCase):
         self.assertEqual(len(held), 80)
 
     def test_nobody_searches_where_nobody_holds_a_parameter(self) -> None:
-        sharded = Shared()
-        placements = {sharded.tied.weight: GTPShard(1)}
-        for net in (Shared(), copy.deepcopy(Shared()), Shared().bfloat16(), Shared().to_empty(device="meta"), sharded):
-            with mock.patch("gc.get_objects", side_effect=AssertionError("all objects of the process were looked at")):
-                gtp_shard(net, self.mesh, schedule=ALL, shard_placement_fn=placements.get)
+        looked = AssertionError("all objects of the process were looked at")
+        for net in (Shared(), copy.deepcopy(Shared()), Shared().bfloat16(), Shared().to_empty(device="meta")):
+            with mock.patch("gc.get_objects", side_effect=looked), mock.patch("gc.get_referrers", side_effect=looked):
+                gtp_shard(net, self.mesh, schedule=ALL)
+        held = Shared()
+        placements = {held.tied.weight: GTPShard(1)}  # a dict is no optimizer
+        with mock.patch("gc.get_objects", side_effect=looked):
+            gtp_shard(held, self.mesh, schedule=ALL, shard_placement_fn=placements.get)
