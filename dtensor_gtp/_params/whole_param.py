@@ -154,6 +154,10 @@ class WholeParam(ManagedParam):
     def value(self) -> Tensor:
         """The parameter as modules see it, in the compute dtype."""
         self.carry_writes()
+        return self.traced_value()
+
+    def traced_value(self) -> Tensor:
+        """As ``value``, in code that is compiled: it shall have no guards on what others have read."""
         if self.record_use is not None:
             return self.record_use(self)
         if self.leaf.dtype == self.compute_dtype:

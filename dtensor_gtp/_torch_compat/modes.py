@@ -148,6 +148,14 @@ def break_graph(why: str) -> None:
     torch._dynamo.graph_break(msg=why)
 
 
+def at_compile_time(function: Callable[[Any], None]) -> None:
+    """In code that the compiler traces: call ``function`` now, once, with what the compiler knows of its callers. It
+    must be one of a module."""
+    from torch._dynamo.comptime import comptime  # the compiler, which traces this, has loaded it
+
+    comptime(function)
+
+
 def is_stream_capturing() -> bool:
     """Whether a CUDA graph records the current stream. Not by ``torch.cuda.is_current_stream_capturing``: the step
     before a recording answers yes to code that asks that, see ``graphs.recorder``."""

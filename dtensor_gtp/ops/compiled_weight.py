@@ -37,8 +37,8 @@ class Handles:
         self._uses: WeakValueDictionary[int, CompiledWeight] = WeakValueDictionary()
         self._numbers = itertools.count()  # of weights
         self._calls = itertools.count()  # of backward ops
-        # Stand-ins for full weights while the compiler traces code. Writes show in their versions, but not in all
-        # graphs that it makes.
+        # Stand-ins for full weights, and for copies of whole parameters, while the compiler traces code. Writes show in
+        # their versions, but not in all graphs that it makes.
         self._traced: list[ref[Tensor]] = []
 
     def add(self, weight: CompiledWeight) -> Tensor:
@@ -58,17 +58,19 @@ class Handles:
         return full
 
     def refuse_traced_writes(self) -> None:
-        """Raise if code that was traced writes to a full weight. Call before that code runs."""
+        """Raise if code that was traced writes to a full weight or a copy. Backends trace a graph again when the
+        compiler has it all: call in what they trace of our ops."""
         traced = [full for weak in self._traced if (full := weak()) is not None]
+        self._traced = [*map(ref, traced)]
         for full in traced:
             if full._version > 0:
+                self._traced.clear()  # for the next code; this one will be traced again
                 raise RuntimeError(
                     "Compiled code writes to the gathered copy of a parameter of shape "
                     f"{tuple(full.shape)}, not to its shards. Write to the parameter itself, outside of forwards: "
                     "'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or compute the new "
                     "weight from the old one in each forward."
                 )
-        self._traced = [*map(ref, traced)]
 
 
 @functools.cache
@@ -171,6 +173,16 @@ def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = No
         mode.policy_fn = ask
 
 
+def note_copy(value: Tensor) -> Tensor:
+    """``value``, a copy of a whole parameter that code reads while it is traced."""
+    compat.at_compile_time(_note_copy)
+    return value
+
+
+def _note_copy(context: Any) -> None:
+    handles().note_traced(context.get_local("value", stacklevel=1).as_fake())  # of ``note_copy``
+
+
 def materialize(compiled: CompiledWeight) -> Tensor:
     """The full weight as one op of the compiled graph; a DTensor around it where the module is
     tensor-parallel."""
@@ -186,7 +198,6 @@ def materialize(compiled: CompiledWeight) -> Tensor:
 
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
 def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    handles().refuse_traced_writes()  # here for a backend that runs the graph as it was traced
     runtime, weight = handles()[handle].resolve_in_forward()
     if weight.form.wire is not None:
         weight.form.wire.note_read()
@@ -202,7 +213,7 @@ def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dt
 
 @_materialize.register_fake
 def _(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    handles().refuse_traced_writes()  # backends trace a graph again once the compiler has it all
+    handles().refuse_traced_writes()
     return handles().note_traced(leaf.new_empty(shape, dtype=dtype, device=device))
 
 

@@ -6,6 +6,7 @@ passes that remove and merge ops. Inductor itself compiles one tiny block.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,15 +52,16 @@ class Block(nn.Module):
 
 
 class Clamped(nn.Linear):
-    """Writes to its weight in each forward."""
+    """Writes to a parameter in each forward."""
 
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, dim)
+    def __init__(self, written: str) -> None:
+        super().__init__(DIM, DIM)
+        self.written = written
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.weight.clamp_(-0.01, 0.01)
-        return x * self.bias
+            getattr(self, self.written).clamp_(-0.01, 0.01)
+        return F.linear(x, self.weight) * self.bias
 
 
 class Model(nn.Module):
@@ -336,17 +338,24 @@ class TestCompile(GlooTest):
         with self.assertRaisesRegex(RuntimeError, r"'layers\.0\.down\.weight' .* modified by an inplace operation"):
             loss.backward()
 
-    def test_writes_to_single_weights_in_compiled_code_are_refused(self) -> None:
-        """Its graph would lose them: a layer that reads its shard computes with the values of before."""
-        for backend in ("eager", "aot_eager"):
+    def test_writes_in_compiled_code_are_refused(self) -> None:
+        """To a single weight and to a copy of a whole parameter. The graph would lose them, and what reads the shard
+        itself computes with the values of before."""
+        policy = MixedPrecisionPolicy(torch.bfloat16)
+        whole = SchedulePolicy(min_shard_numel=DIM * DIM)
+        for name, shape, options in (
+            ("weight", (DIM, DIM), {"schedule": ALL}),
+            ("bias", (DIM,), {"schedule": whole, "mp_policy": policy}),
+        ):
             torch._dynamo.reset()
-            model = shard_copy(self.fresh(lambda: Clamped(DIM)), self.gtp_mesh())
-            compiled = torch.compile(lambda x, model=model: model(x), backend=backend)  # around it: single weights
+            model = shard_copy(self.fresh(lambda name=name: Clamped(name)), self.gtp_mesh(), **options)
+            # Around the model: its weights are single.
+            compiled = torch.compile(lambda x, model=model: model(x), backend="aot_eager")
+            message = rf"writes to the gathered copy of a parameter of shape {re.escape(str(shape))}"
             for _ in range(2):
-                with self.assertRaisesRegex(
-                    Exception, rf"writes to the gathered copy of a parameter of shape \({DIM}, {DIM}\)"
-                ):
+                with self.assertRaisesRegex(Exception, message):
                     compiled(torch.randn(4, DIM))
+                assert torch.is_grad_enabled()
 
     def test_frozen_linear_saves_no_input(self) -> None:
         x = torch.randn(16, DIM, requires_grad=True)
