@@ -18,7 +18,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
-from ..ops.compiled_weight import CompiledWeight, materialize, note_copy
+from ..ops.compiled_weight import CompiledWeight, materialize, note_read
 from ..policy import SchedulePolicy
 from .input_casts import InputCasts
 
@@ -140,10 +140,8 @@ class Binding:
         managed = self.params[name]
         if torch.compiler.is_compiling():  # the read becomes an op of the compiled graph
             if isinstance(managed, WholeParam):
-                value = managed.traced_value()
-                if managed.leaf.dtype == managed.compute_dtype:
-                    return value
-                return note_copy(value)
+                value = managed.value()
+                return note_read(value) if managed.gives_copies else value
             return materialize(self.compiled[name])
         runtime = self.group.runtime
         if runtime.is_materializing:

@@ -61,11 +61,9 @@ def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
     # First, because this reads what is freed below.
     errors: list[RuntimeError | None] = [*runtime.lost_writes.written_outside(weights)]
     errors.append(runtime.reads.misuse_outside())
+    errors += [param.take_back() for param in params if isinstance(param, WholeParam)]
     for param in params:
         param.is_pinned = False
-        if isinstance(param, WholeParam):
-            param.carry_writes()
-            errors.append(param.take_back())
     for weight in weights:
         if weight.group is not None:
             weight.group.views.unpin()

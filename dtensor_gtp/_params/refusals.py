@@ -15,6 +15,7 @@ from .._howto import see
 from .gathered import Version, is_same_to_autograd
 from .managed_param import ManagedParam
 from .sharded_weight import ShardedWeight
+from .whole_param import WholeParam
 
 
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:
@@ -104,10 +105,13 @@ def switched(param: ManagedParam, where: str) -> RuntimeError:
     )
 
 
-def written_to_no_effect(weight: ManagedParam, where: str) -> RuntimeError:
+def written_to_no_effect(param: ManagedParam, where: str) -> RuntimeError:
+    copy = "the gathered copy"
+    if isinstance(param, WholeParam):
+        copy = "a copy (in another dtype or on another device)"
     return RuntimeError(
-        f"A write {where} changed only the gathered copy of parameter '{weight.fqn}' of shape "
-        f"{tuple(weight.param.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
+        f"A write {where} changed only {copy} of parameter '{param.fqn}' of shape "
+        f"{tuple(param.param.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
         "parameter itself, outside of forwards: 'for param in module.parameters(): "
         "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in "
         "each forward."

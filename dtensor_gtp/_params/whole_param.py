@@ -4,7 +4,6 @@ the reduction."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,16 +15,6 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 from .gradient import as_dense, wider
 from .managed_param import ManagedParam, Policies, Site
-
-
-@dataclass(slots=True)
-class Copy:
-    """What code has read of a whole parameter, if it has memory of its own: in another dtype or on another device."""
-
-    value: Tensor
-    version: int  # when it was read, or its writes were carried
-    read: int  # the version of the parameter then
-    is_carried: bool = False
 
 
 class WholeParam(ManagedParam):
@@ -55,7 +44,6 @@ class WholeParam(ManagedParam):
         self._wide_local_grad: Tensor | None = None
         # Called when a local gradient has arrived; set by the runtime.
         self.on_local_grad: Callable[[], None] | None = None
-        self._copies: dict[int, Copy] = {}  # that running forwards have read, by id
         # Set while a block is recorded.
         self.record_use: Callable[[WholeParam], Tensor] | None = None
         self._make_leaf()
@@ -74,7 +62,6 @@ class WholeParam(ManagedParam):
             value = compat.wrap_local(value, self.tp_spec)
         self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
         self._version = self.param._version  # of the values that modules have seen
-        self._known_version = self.leaf._version  # without writes to a leaf on another device
         if self.leaf.is_floating_point() or self.leaf.is_complex():
             self.leaf.requires_grad_(True)  # torch demands it of a tensor that gets a hook
             self.leaf.register_post_accumulate_grad_hook(compat.weakly(self._notify))
@@ -111,12 +98,7 @@ class WholeParam(ManagedParam):
         backward through the values before."""
         if self._version != self.param._version:
             self._version = self.param._version
-            self.count_write()
-
-    def count_write(self) -> None:
-        """Somebody has written to the parameter."""
-        torch.autograd.graph.increment_version(self.leaf)
-        self._known_version = self.leaf._version
+            torch.autograd.graph.increment_version(self.leaf)
 
     def take_back(self) -> RuntimeError | None:
         """Let modules see the parameter's own memory. Returns an error if ``set_`` or
@@ -138,26 +120,17 @@ class WholeParam(ManagedParam):
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
-        self.carry_writes()
         self.follow_writes()
         misuse = self.take_back()
         if misuse is not None:
             raise misuse
         if self.policies.offload is not None and not self.shard.is_meta:
-            self._upload()
-
-    def _upload(self) -> None:
-        # Without a new version: a graph of an earlier forward may have saved the leaf, whose values are the same unless
-        # the optimizer has stepped, which changes the version.
-        compat.local_part(self.leaf.detach()).data.copy_(self.shard, non_blocking=True)
+            # Without a new version: a graph of an earlier forward may have saved the leaf, whose
+            # values are the same unless the optimizer has stepped, which changes the version.
+            compat.local_part(self.leaf.detach()).data.copy_(self.shard, non_blocking=True)
 
     def value(self) -> Tensor:
         """The parameter as modules see it, in the compute dtype."""
-        self.carry_writes()
-        return self.traced_value()
-
-    def traced_value(self) -> Tensor:
-        """As ``value``, in code that is compiled: it shall have no guards on what others have read."""
         if self.record_use is not None:
             return self.record_use(self)
         if self.leaf.dtype == self.compute_dtype:
@@ -170,50 +143,9 @@ class WholeParam(ManagedParam):
         return value
 
     @property
-    def version(self) -> int:
-        """Counts writes to the parameter."""
-        count: int = self.param._version + self.shard._version + self.num_data_writes
-        if self.policies.offload is None:
-            count += self.leaf._version  # has the same memory, and what optimizers write without a version
-        return count
-
-    def note_copy(self, value: Tensor) -> bool:
-        """Whether code that gets this ``value()`` may write to memory of its own, see ``carry_writes``."""
-        # A block that is recorded reads the parameter anew in each replay.
-        if value is self.leaf or self.record_use is not None:
-            return False
-        if not value.is_inference():  # such a tensor has no version
-            self._copies[id(value)] = Copy(value, value._version, self.version)
-        return True
-
-    def carry_writes(self) -> None:
-        """Write to the parameter what code has written to copies of it since it read them, as it does to
-        running scales. Not where somebody else has written to the parameter since."""
-        for copy in self._copies.values():
-            if copy.value._version != copy.version and copy.read == self.version:
-                self._take_over(copy.value)
-                copy.version, copy.read, copy.is_carried = copy.value._version, self.version, True
-        if self.policies.offload is not None and self.leaf._version != self._known_version:
-            self._known_version = self.leaf._version
-            self._take_over(self.leaf)
-
-    def _take_over(self, value: Tensor) -> None:
-        with torch.no_grad():
-            write_changed(self.shard, compat.local_part(value.detach()))
-            torch.autograd.graph.increment_version(self.param)
-            if self.policies.offload is not None and value is not self.leaf:
-                self._upload()
-
-    def has_got(self, copy: Tensor) -> bool:
-        """Whether the parameter has what was written to ``copy``."""
-        self.carry_writes()
-        known = self._copies.get(id(copy))
-        return known is not None and known.is_carried and known.version == copy._version
-
-    def forget_copy(self, copy: Tensor) -> None:
-        """Nobody writes to it any more."""
-        self.carry_writes()
-        self._copies.pop(id(copy), None)
+    def gives_copies(self) -> bool:
+        """Whether ``value()`` has memory of its own, so that writes to it do not reach the parameter."""
+        return self.leaf.dtype != self.compute_dtype or self.policies.offload is not None
 
     @property
     def is_widened(self) -> bool:
@@ -316,10 +248,9 @@ class WholeParam(ManagedParam):
 
 
 def write_changed(shard: Tensor, part: Tensor) -> None:
-    """Write ``part`` of a parameter, in the compute dtype, to its ``shard``. Elements that are equal in that dtype keep
-    what it does not say."""
-    is_same = part == shard.to(part)
-    shard.copy_(torch.where(is_same, shard.to(is_same.device), part.to(shard.dtype)))
+    """Write ``part`` of a parameter, in the compute dtype, to its ``shard``. Elements that are equal in that dtype stay
+    as they are: it may round them."""
+    shard.copy_(torch.where(part == shard.to(part.dtype), shard, part.to(shard.dtype)))
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -107,8 +107,6 @@ class Frame:
         # What was read, by parameter and by whether it was read as differentiable.
         self.values: dict[tuple[ManagedParam, bool], _Known] = {}
         self.seen: list[tuple[ManagedParam, Seen]] = []  # copies that were read, as they were then
-        # Of whole parameters, by whether it was read as differentiable: the version that was read, and the copy.
-        self.copies: dict[tuple[WholeParam, bool], tuple[int, Tensor]] = {}
         self.held: list[tuple[Gatherable, Gathered]] = []  # uses that end with the frame
 
 
@@ -184,7 +182,11 @@ class AttributeReads:
         if self.frames:
             frame = self.frames[-1]
         if isinstance(param, WholeParam):
-            return self._read_whole(param, frame)
+            value = param.value()
+            # An optimizer in a backward counts writes to the leaf itself.
+            if param.gives_copies and param.record_use is None and (self.frames or value is not param.leaf):
+                frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
+            return value
         assert isinstance(param, ShardedWeight)
         is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
         known = frame.values.get((param, is_differentiable))
@@ -204,19 +206,6 @@ class AttributeReads:
         value = self._value(param, gathered, is_differentiable)
         frame.values[(param, is_differentiable)] = _Known(param.version, value, gathered)
         if not gathered.is_alias:  # without peers the shard itself is read, and written
-            frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
-        return value
-
-    def _read_whole(self, param: WholeParam, frame: Frame) -> Tensor:
-        """One copy for all who read it in a frame, unless they read the parameter itself."""
-        param.carry_writes()
-        key = param, torch.is_grad_enabled()
-        known = frame.copies.get(key)
-        if known is not None and known[0] == param.version:
-            return known[1]
-        value = param.value()
-        if param.note_copy(value):
-            frame.copies[key] = param.version, value
             frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value
 
@@ -246,8 +235,6 @@ class AttributeReads:
         """What code did to weights that it has read, to no effect. In a ``frame``, or elsewhere: then it is
         ``in_backward``."""
         for weight, seen in frame.seen:
-            if isinstance(weight, WholeParam) and weight.has_got(seen.value):
-                continue
             if seen.is_written:
                 return written_to_no_effect(weight, where)
             if seen.is_switched(weight):
@@ -294,7 +281,7 @@ class AttributeReads:
                 continue
             refuse_symbolic_tracing(param.fqn)
             if isinstance(param, WholeParam):
-                value, is_alias = self.read(param), True
+                value, is_alias = param.value(), not param.gives_copies
             else:
                 assert isinstance(param, ShardedWeight)
                 value, is_alias = self.value_in_passing(param)
@@ -344,7 +331,7 @@ class AttributeReads:
         if compat.current_graph_task_id() != -1:
             return None  # the end of this backward looks
         misuse = self.misuse_in(self.in_backward, "between unshard() and reshard()")
-        self._close(self.in_backward)
+        self.in_backward.seen.clear()
         return misuse
 
     def release_read_in_backward(self) -> None:
@@ -359,10 +346,6 @@ class AttributeReads:
     def _close(self, frame: Frame) -> None:
         # These refer to the buffers. A release poisons a buffer only if nobody else refers to it.
         frame.values.clear()
-        frame.copies.clear()
-        for param, seen in frame.seen:
-            if isinstance(param, WholeParam):
-                param.forget_copy(seen.value)
         frame.seen.clear()
         while frame.held:
             self._gathering.release(*frame.held.pop())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
@@ -16,7 +17,6 @@ from .._params.managed_param import ManagedParam
 from .._params.refusals import hook_at_node, written_to_no_effect
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
-from .._params.whole_param import WholeParam
 from .attribute_reads import AttributeReads
 from .gathering import Gathering
 from .keep_and_free import Keeper
@@ -145,9 +145,6 @@ class LostWrites:
     def found(self, where: str = "in a forward") -> RuntimeError | None:
         """What a pass has written to weights to no effect, outside of the blocks whose groups they
         are in."""
-        if self._members.is_offloaded:
-            for param in self._members.whole:
-                param.carry_writes()  # modules have read their copies on the device
         if not self._reads.looks_at_bits:
             return None
         found = [group.untraced_write(seen, where) for group, seen in self._seen_outside.items()]
@@ -164,8 +161,8 @@ def count_writes(written: Sequence[ManagedParam]) -> None:
     for param in written:
         if isinstance(param, ShardedWeight):
             param.versions.num_updates += 1  # in a group, of what a recipe has made of the shard
-        elif isinstance(param, WholeParam) and param.group is None:
-            param.count_write()
+        elif param.group is None:
+            torch.autograd.graph.increment_version(param.leaf)
 
 
 def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:

@@ -149,11 +149,17 @@ def break_graph(why: str) -> None:
 
 
 def at_compile_time(function: Callable[[Any], None]) -> None:
-    """In code that the compiler traces: call ``function`` now, once, with what the compiler knows of its callers. It
-    must be one of a module."""
+    """In code that the compiler traces: call ``function`` while it does, with what the compiler knows of the caller.
+    The compiler wants a function of a module, without variables from around it."""
     from torch._dynamo.comptime import comptime  # the compiler, which traces this, has loaded it
 
     comptime(function)
+
+
+def at_end_of_trace(context: Any, check: Callable[[], None]) -> None:
+    """Call ``check`` when the compiler is done with the graph of this ``context``; what it raises ends the call that
+    was to be compiled, and nothing is compiled."""
+    context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.add_cleanup_hook(check)
 
 
 def is_stream_capturing() -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ class Handles:
         self._uses: WeakValueDictionary[int, CompiledWeight] = WeakValueDictionary()
         self._numbers = itertools.count()  # of weights
         self._calls = itertools.count()  # of backward ops
-        # Stand-ins for full weights, and for copies of whole parameters, while the compiler traces code. Writes show in
-        # their versions, but not in all graphs that it makes.
-        self._traced: list[ref[Tensor]] = []
 
     def add(self, weight: CompiledWeight) -> Tensor:
         number = next(self._numbers)
@@ -52,25 +49,6 @@ class Handles:
     def next_call(self) -> int:
         """A number for one call of a backward op, see [Note: effects of opaque ops]."""
         return next(self._calls)
-
-    def note_traced(self, full: Tensor) -> Tensor:
-        self._traced.append(ref(full))
-        return full
-
-    def refuse_traced_writes(self) -> None:
-        """Raise if code that was traced writes to a full weight or a copy. Backends trace a graph again when the
-        compiler has it all: call in what they trace of our ops."""
-        traced = [full for weak in self._traced if (full := weak()) is not None]
-        self._traced = [*map(ref, traced)]
-        for full in traced:
-            if full._version > 0:
-                self._traced.clear()  # for the next code; this one will be traced again
-                raise RuntimeError(
-                    "Compiled code writes to the gathered copy of a parameter of shape "
-                    f"{tuple(full.shape)}, not to its shards. Write to the parameter itself, outside of forwards: "
-                    "'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or compute the new "
-                    "weight from the old one in each forward."
-                )
 
 
 @functools.cache
@@ -173,14 +151,25 @@ def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = No
         mode.policy_fn = ask
 
 
-def note_copy(value: Tensor) -> Tensor:
-    """``value``, a copy of a whole parameter that code reads while it is traced."""
-    compat.at_compile_time(_note_copy)
+def note_read(value: Tensor) -> Tensor:
+    """``value``: a full weight, or a copy of a whole parameter, that code reads while the compiler traces it. What
+    that code writes to it would be lost."""
+    compat.at_compile_time(_refuse_writes)
     return value
 
 
-def _note_copy(context: Any) -> None:
-    handles().note_traced(context.get_local("value", stacklevel=1).as_fake())  # of ``note_copy``
+def _refuse_writes(context: Any) -> None:
+    traced = context.get_local("value", stacklevel=1).as_fake()  # of ``note_read``; writes show in its version
+    compat.at_end_of_trace(context, functools.partial(_refuse_written, traced, traced._version))
+
+
+def _refuse_written(traced: Tensor, version: int) -> None:
+    if traced._version != version:
+        raise RuntimeError(
+            f"Compiled code writes to a copy of a parameter of shape {tuple(traced.shape)}, which reaches none of its "
+            "shards. Write to the parameter itself, outside of forwards: 'for param in module.parameters(): "
+            "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in each forward."
+        )
 
 
 def materialize(compiled: CompiledWeight) -> Tensor:
@@ -188,7 +177,7 @@ def materialize(compiled: CompiledWeight) -> Tensor:
     tensor-parallel."""
     weight = compiled.weight
     about = (list(weight.layout.shape), weight.compute_dtype, weight.device)
-    full: Tensor = _materialize(weight.stand_in.leaf, compiled.handle, *about)
+    full: Tensor = note_read(_materialize(weight.stand_in.leaf, compiled.handle, *about))
     spec = weight.tp_spec
     if spec is None:
         return full
@@ -213,8 +202,7 @@ def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dt
 
 @_materialize.register_fake
 def _(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    handles().refuse_traced_writes()
-    return handles().note_traced(leaf.new_empty(shape, dtype=dtype, device=device))
+    return leaf.new_empty(shape, dtype=dtype, device=device)
 
 
 @torch.library.custom_op("dtensor_gtp::reduce_grad", mutates_args=())

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from common import ALL, NOTHING_STAYS, GlooTest, check_training, environment
 from runtime_common import Raw, check_step, gathers, make_rows, shard_copy, square_loss, square_step, token_step
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import GTPModule, SchedulePolicy, gtp_shard
@@ -62,6 +62,15 @@ class Clamped(nn.Linear):
         with torch.no_grad():
             getattr(self, self.written).clamp_(-0.01, 0.01)
         return F.linear(x, self.weight) * self.bias
+
+
+class Scaled(nn.LayerNorm):
+    """Has no weight that is sharded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
 
 
 class Model(nn.Module):
@@ -339,23 +348,24 @@ class TestCompile(GlooTest):
             loss.backward()
 
     def test_writes_in_compiled_code_are_refused(self) -> None:
-        """To a single weight and to a copy of a whole parameter. The graph would lose them, and what reads the shard
-        itself computes with the values of before."""
-        policy = MixedPrecisionPolicy(torch.bfloat16)
-        whole = SchedulePolicy(min_shard_numel=DIM * DIM)
-        for name, shape, options in (
-            ("weight", (DIM, DIM), {"schedule": ALL}),
-            ("bias", (DIM,), {"schedule": whole, "mp_policy": policy}),
+        """To a single weight and to copies of a whole parameter, in whatever graph. It would lose them, and what reads
+        the shard itself would compute with the values of before."""
+        whole: dict[str, Any] = {"schedule": SchedulePolicy(min_shard_numel=DIM * DIM)}
+        for make, shape, options in (
+            (lambda: Clamped("weight"), (DIM, DIM), {"schedule": ALL}),
+            (lambda: Clamped("bias"), (DIM,), {**whole, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
+            (lambda: Clamped("bias"), (DIM,), {**whole, "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+            (lambda: Scaled(DIM), (DIM,), {**whole, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
         ):
-            torch._dynamo.reset()
-            model = shard_copy(self.fresh(lambda name=name: Clamped(name)), self.gtp_mesh(), **options)
-            # Around the model: its weights are single.
-            compiled = torch.compile(lambda x, model=model: model(x), backend="aot_eager")
-            message = rf"writes to the gathered copy of a parameter of shape {re.escape(str(shape))}"
-            for _ in range(2):
-                with self.assertRaisesRegex(Exception, message):
-                    compiled(torch.randn(4, DIM))
-                assert torch.is_grad_enabled()
+            for backend in ("eager", "aot_eager"):
+                torch._dynamo.reset()
+                model = shard_copy(self.fresh(make), self.gtp_mesh(), **options)
+                # Around the model: its weights are single.
+                compiled = torch.compile(lambda x, model=model: model(x), backend=backend)
+                for _ in range(2):
+                    with self.assertRaisesRegex(Exception, rf"a copy of a parameter of shape {re.escape(str(shape))}"):
+                        compiled(torch.randn(4, DIM))
+                    assert torch.is_grad_enabled()
 
     def test_frozen_linear_saves_no_input(self) -> None:
         x = torch.randn(16, DIM, requires_grad=True)
