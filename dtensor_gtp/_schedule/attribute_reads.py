@@ -232,8 +232,8 @@ class AttributeReads:
                     frame.seen[i] = other, seen._replace(version=seen.version + 1)
 
     def misuse_in(self, frame: Frame, where: str = "in a forward") -> RuntimeError | None:
-        """What code did to weights that it has read, to no effect. In a ``frame``, or elsewhere: then it is
-        ``in_backward``."""
+        """What code did to copies of parameters that it has read, to no effect. ``frame`` is ``in_backward`` outside
+        of forwards."""
         for weight, seen in frame.seen:
             if seen.is_written:
                 return written_to_no_effect(weight, where)
