@@ -23,6 +23,9 @@ SILENT = {
     "compiled code loses what it writes":
         Bug("compiled_weight:_refuse_written", never("traced._version != version"),
             "test_writes_in_compiled_code_are_refused"),
+    "an error at the end of a trace leaves what the compiler has entered":
+        Bug("at_end_of_trace", replace("hooks.insert(0, run)", "hooks.append(run)"),
+            "test_writes_in_compiled_code_are_refused"),
     "autograd reads weights of a block that are being gathered":
         Bug("GroupLeaves.free", drop("_close"),
             f"{CLOSED_GROUPS}::test_a_loss_on_what_a_block_computes_behind_its_output_is_refused"),

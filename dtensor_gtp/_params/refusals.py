@@ -17,6 +17,11 @@ from .managed_param import ManagedParam
 from .sharded_weight import ShardedWeight
 from .whole_param import WholeParam
 
+HOW_TO_WRITE = (
+    "Write to the parameter itself, outside of forwards: 'for param in module.parameters(): param.clamp_(...)' under "
+    "torch.no_grad(); or compute the new weight from the old one in each forward."
+)
+
 
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:
     """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used
@@ -111,8 +116,5 @@ def written_to_no_effect(param: ManagedParam, where: str) -> RuntimeError:
         copy = "a copy (in another dtype or on another device)"
     return RuntimeError(
         f"A write {where} changed only {copy} of parameter '{param.fqn}' of shape "
-        f"{tuple(param.param.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
-        "parameter itself, outside of forwards: 'for param in module.parameters(): "
-        "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in "
-        "each forward."
+        f"{tuple(param.param.shape)}, not its shards (rank {dist.get_rank()}). {HOW_TO_WRITE}"
     )

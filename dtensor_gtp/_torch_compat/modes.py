@@ -159,7 +159,16 @@ def at_compile_time(function: Callable[[Any], None]) -> None:
 def at_end_of_trace(context: Any, check: Callable[[], None]) -> None:
     """Call ``check`` when the compiler is done with the graph of this ``context``; what it raises ends the call that
     was to be compiled, and nothing is compiled."""
-    context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.add_cleanup_hook(check)
+    hooks = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.cleanup_hooks
+
+    def run() -> None:
+        try:
+            check()
+        except BaseException:
+            hooks.clear()  # all have run, and after an error torch runs the list again
+            raise
+
+    hooks.insert(0, run)  # they run backwards: those of torch first, which leave the contexts of the graph
 
 
 def is_stream_capturing() -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
-from .._params.refusals import refuse_recording
+from .._params.refusals import HOW_TO_WRITE, refuse_recording
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 
@@ -167,8 +167,7 @@ def _refuse_written(traced: Tensor, version: int) -> None:
     if traced._version != version:
         raise RuntimeError(
             f"Compiled code writes to a copy of a parameter of shape {tuple(traced.shape)}, which reaches none of its "
-            "shards. Write to the parameter itself, outside of forwards: 'for param in module.parameters(): "
-            "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in each forward."
+            f"shards. {HOW_TO_WRITE}"
         )
 
 

@@ -73,6 +73,16 @@ class Scaled(nn.LayerNorm):
         return super().forward(x)
 
 
+class Broken(Scaled):
+    """Its graph ends within a context."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return x
+
+
 class Model(nn.Module):
     """Blocks between an embedding and a head. ``inside`` recomputes a part of each block, ``outside`` the whole."""
 
@@ -356,6 +366,7 @@ class TestCompile(GlooTest):
             (lambda: Clamped("bias"), (DIM,), {**whole, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
             (lambda: Clamped("bias"), (DIM,), {**whole, "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
             (lambda: Scaled(DIM), (DIM,), {**whole, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
+            (lambda: Broken(DIM), (DIM,), {**whole, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
         ):
             for backend in ("eager", "aot_eager"):
                 torch._dynamo.reset()
@@ -365,7 +376,9 @@ class TestCompile(GlooTest):
                 for _ in range(2):
                     with self.assertRaisesRegex(Exception, rf"a copy of a parameter of shape {re.escape(str(shape))}"):
                         compiled(torch.randn(4, DIM))
+                    # Nothing that the compiler has entered while it traced stays.
                     assert torch.is_grad_enabled()
+                    assert not torch.is_autocast_enabled("cpu")
 
     def test_frozen_linear_saves_no_input(self) -> None:
         x = torch.randn(16, DIM, requires_grad=True)
