@@ -170,16 +170,21 @@ class ReducedGradient:
         if hook is not None:
             # Here, not behind backward: replicas may launch their reductions in different orders.
             hook(reduced)
-        spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
-        hooks = compat.tensor_hooks(param)  # as in autograd, before the gradient is added to ``.grad``
-        if hooks:
+        with compat.without_overrides():  # no code of the user's runs in here
+            hooks = compat.tensor_hooks(param)
+            post_hooks = compat.post_accumulate_grad_hooks(param)
+            dtype = compat.grad_dtype(param)
+            grad = param.grad
+        if hooks:  # as in autograd, before the gradient is added to ``.grad``
             reduced = _run_tensor_hooks(hooks, fqn, param, reduced)
-        grad = param.grad
-        dtype = compat.grad_dtype(param)
+            grad = param.grad
         earlier = self.wide
         self.wide = None
         if grad is None:  # also where the user has cleared it, which voids ``earlier``
-            param.grad = compat.wrap_local(reduced.to(dtype), spec)
+            rounded = reduced
+            if reduced.dtype != dtype:  # torch needs 1 us to find that it has nothing to do
+                rounded = reduced.to(dtype)
+            param.grad = compat.wrap_local(rounded, compat.dtensor_spec(param))  # type: ignore[arg-type]
         else:
             local = compat.local_tensor(as_dtensor(grad))
             total = local.to(reduced.dtype)  # .grad itself if the dtypes are equal
@@ -194,7 +199,7 @@ class ReducedGradient:
             reduced = total
         if reduced.dtype != dtype:
             self.wide = reduced  # the bits that ``.grad`` has rounded away
-        for post_hook in compat.post_accumulate_grad_hooks(param):  # as in autograd, they find ``.grad`` set
+        for post_hook in post_hooks:  # as in autograd, they find ``.grad`` set
             post_hook(param)
 
     def reset(self) -> None:

@@ -113,17 +113,21 @@ class GroupGradients(PendingGradient):
         grads = []
         unused = []  # without a gradient on this rank
         asked = self.asked_for
-        for weight in self.weights:
+        with compat.without_overrides():
+            # Autograd, too, skips a leaf that was frozen after its forward.
+            are_trained = [weight.param.requires_grad for weight in self.weights]
+        for weight, is_trained in zip(self.weights, are_trained, strict=True):
             leaf = self.leaves.by_member[weight]
             grad = leaf.grad
             leaf.grad = None
-            # Autograd, too, skips a leaf that was frozen after its forward.
-            is_trained = weight.param.requires_grad and (asked is None or id(leaf) in asked)
-            if is_trained:
+            is_asked_for = asked is None or id(leaf) in asked
+            if is_trained and is_asked_for:
                 self.owed.add(weight)
-            if is_trained and grad is not None:
+            if is_trained and is_asked_for and grad is not None:
                 self._used.add(weight)
-                grads.append(as_dense(grad).detach())
+                if grad.requires_grad:  # of a backward with ``create_graph=True``
+                    grad = grad.detach()
+                grads.append(as_dense(grad))
             else:
                 unused.append(weight)
                 grads.append(leaf.new_zeros(leaf.shape))

@@ -40,6 +40,7 @@ from .group_memory import GroupLeaves, GroupShards, is_trained, param_of, versio
 from .group_views import GroupViews
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
+from .pack_planes import round_into
 from .sharded_weight import Gatherable, ShardedWeight
 from .whole_param import WholeParam, write_changed
 
@@ -166,12 +167,21 @@ class WeightGroup:
                 part: Tensor = leaf.detach()
                 if isinstance(member, ShardedWeight):
                     part = member.layout.part_of(part)  # the rows of this rank
-                write_changed(member.shard, part)
+                write_changed(member.shard, part, self._as_gathered(member))
         leaves.put_back()  # ``set_`` moves a leaf, and counts as a write
         leaves.written = versions
         self.shards.num_updates += 1
         leaves.version = self.version  # a gather gives the values that were written
         return True
+
+    def _as_gathered(self, member: ManagedParam) -> Tensor:
+        """This rank's shard with the values that a gather gives it: in the compute dtype, rounded by its recipe."""
+        for weight, slot in self.shards.quantized:
+            if weight is member:
+                rows = torch.empty_like(slot)
+                round_into([(weight, rows)])
+                return rows.movedim(0, weight.layout.dim)
+        return member.shard.to(self.compute_dtype)
 
     def dissolve(self) -> None:
         """Let each member be gathered by itself again."""
@@ -216,8 +226,9 @@ class WeightGroup:
     @property
     def version(self) -> Version:
         shards = self.shards
-        num_writes = shards.num_updates + sum(map(version_of, shards.tensors))
-        return num_writes, shards.num_followed, 0, sum(map(version_of, shards.data))
+        with compat.without_overrides():
+            num_writes = shards.num_updates + sum(map(version_of, shards.tensors))
+            return num_writes, shards.num_followed, 0, sum(map(version_of, shards.data))
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether it has the present values of all shards; in use, those of the start of the use."""

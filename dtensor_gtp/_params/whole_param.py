@@ -218,19 +218,26 @@ class WholeParam(ManagedParam):
         return torch.zeros(self.shard.shape, dtype=self.reduce_dtype, device=self.device)
 
     def _take_grad_of_leaf(self) -> Tensor | None:
-        leaf = self._leaf_in_use
-        grad = leaf.grad
-        leaf.grad = None
-        # Of a use before the group was made: of a layer called alone.
-        grad = _sum(grad, self.leaf.grad)
-        self.leaf.grad = None
-        grad = _sum(self._wide_local_grad, grad)
-        self._wide_local_grad = None
+        grad = self._take_grad_of(self.leaf)
+        if self.group is not None:  # then ``leaf`` has that of a use before: of a layer called alone
+            grad = _sum(self._take_grad_of(self._leaf_in_use), grad)
+        if self._wide_local_grad is not None:
+            grad = _sum(self._wide_local_grad, grad)
+            self._wide_local_grad = None
+        if grad is None:
+            return None
         if isinstance(grad, DTensor):
             assert self.tp_spec is not None
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
+        if grad.requires_grad:  # of a backward with ``create_graph=True``
+            grad = grad.detach()
+        return as_dense(grad)
+
+    @staticmethod
+    def _take_grad_of(leaf: Tensor) -> Tensor | None:
+        grad = leaf.grad
         if grad is not None:
-            grad = as_dense(grad.detach())
+            leaf.grad = None
         return grad
 
     def _with_unsynced(self, grad: Tensor | None) -> Tensor | None:
@@ -247,10 +254,10 @@ class WholeParam(ManagedParam):
         self.leaf.grad = self.unsynced_grad = self._wide_local_grad = None
 
 
-def write_changed(shard: Tensor, part: Tensor) -> None:
-    """Write ``part`` of a parameter, in the compute dtype, to its ``shard``. Elements that are equal in that dtype stay
-    as they are: it may round them."""
-    shard.copy_(torch.where(part == shard.to(part.dtype), shard, part.to(shard.dtype)))
+def write_changed(shard: Tensor, part: Tensor, gathered: Tensor) -> None:
+    """Write ``part`` of a parameter to its ``shard``. Elements that are as ``gathered`` stay as they are: the shard may
+    have more bits of them."""
+    shard.copy_(torch.where(part == gathered, shard, part.to(shard.dtype)))
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

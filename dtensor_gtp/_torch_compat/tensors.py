@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -176,6 +177,12 @@ def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwar
     """Call ``func`` as if no argument had a ``__torch_function__``. The result is not converted to a subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """In this context attributes of a DTensor cost 0.1 instead of 0.3 us: torch does not ask its class whether it
+    overrides them, which a DTensor does not."""
+    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
 
 
 def attribute_of_item(container: Any, index: Any) -> str:

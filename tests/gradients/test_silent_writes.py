@@ -17,7 +17,7 @@ from runtime_common import WIDTH, Raw, make_rows, small_model, square_loss, squa
 from schedules import explicit
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
 
 MIXED = SchedulePolicy(min_shard_numel=4 * WIDTH)  # biases stay whole
 Update = Callable[[list[nn.Parameter], list[nn.Parameter]], None]
@@ -64,10 +64,10 @@ class Momentum(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(x).relu())
@@ -239,15 +239,19 @@ class TestWritesInForward(WriteTest):
                     self.down.bias[0] = self.up.weight[0, 0] = 0.5
                 return super().forward(x)
 
-        torch.manual_seed(0)
-        made = nn.Sequential(Writes(), Writes())
-        policy = MixedPrecisionPolicy(torch.bfloat16)
-        model: Any = gtp_shard(copy.deepcopy(made), self.gtp_mesh(), mp_policy=policy, schedule=MIXED)
-        model(make_rows(0, 4, WIDTH))
-        for before, now in zip(made.parameters(), model.parameters(), strict=True):
-            is_same = before == full(now)
-            assert is_same.flatten()[1:].all(), is_same
-        assert full(model[1].down.bias)[0] == full(model[1].up.weight)[0, 0] == 0.5
+        for recipe in (None, "float8_tensorwise", "float8_rowwise", "mxfp8"):
+            with self.subTest(recipe=recipe):
+                torch.manual_seed(0)
+                made = nn.Sequential(Writes(64), Writes(64))
+                model: Any = copy.deepcopy(made)
+                if recipe is not None:
+                    quantize_(model, recipe)
+                gtp_shard(model, self.gtp_mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16), schedule=MIXED)
+                model(make_rows(0, 4, 64))
+                for before, now in zip(made.parameters(), model.parameters(), strict=True):
+                    is_same = before == full(now)
+                    assert is_same.flatten()[1:].all(), is_same
+                assert full(model[1].down.bias)[0] == full(model[1].up.weight)[0, 0] == 0.5
 
     def test_new_data_of_what_is_read_is_refused_in_each_forward(self) -> None:
         model = gtp_shard(Writes(nothing, False), self.gtp_mesh(), schedule=ALL)
