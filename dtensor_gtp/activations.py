@@ -179,6 +179,7 @@ class _Offloaded:
         self._saved = None
         if saved is not None:
             if self._copied is not None and self._owner is not None:
+                # The owner reuses the memory that the copy still reads.
                 self._owner.wait_event(self._copied)
             saved.get_val(False)
 
@@ -215,7 +216,7 @@ class _Offloaded:
         reader = _current(self._stream)
         if reader is None or self._owner is None or reader == self._owner:
             return value
-        reader.wait_event(self._owner.record_event())
+        reader.wait_event(self._owner.record_event())  # the owner has waited for the copy back
         with compat.unseen_by_checkpoint_policies(), torch.no_grad():
             value = value.clone()
         self._owner.wait_event(reader.record_event())  # which may reuse the memory then
@@ -245,6 +246,7 @@ def _copy(target: Tensor, source: Tensor, stream: torch.Stream | None) -> torch.
     if stream is None:
         target.copy_(source)
         return None
+    # The current stream made ``source``, and owned the memory of ``target`` before.
     stream.wait_event(torch.accelerator.current_stream(stream.device_index).record_event())
     with stream:
         target.copy_(source, non_blocking=True)

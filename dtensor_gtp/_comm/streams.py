@@ -229,6 +229,7 @@ class Streams:
         the ``work``."""
         if stream is None:
             return Done(work=work)
+        # The compute stream owns the memory that the collective fills.
         return Done(stream.record_event(), None, self.computing[-1])
 
     def wait(self, done: Done) -> torch.Stream | None:
@@ -243,7 +244,7 @@ class Streams:
             stream = self.compute_stream()
             if is_timed:
                 began = self.waits.begin(stream)
-            stream.wait_event(event)
+            stream.wait_event(event)  # of the stream that has launched the collective
         elif work is not None:
             if is_timed:
                 began = self.waits.begin(None)

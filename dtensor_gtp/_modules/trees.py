@@ -1,4 +1,9 @@
-"""Tensors in what modules are called with and return: in containers that pytree knows, and in dataclasses."""
+"""Tensors in what modules are called with and return: in containers that pytree knows, and in dataclasses.
+
+``fully_shard`` uses ``torch.distributed.utils._apply_to_tensors``. It makes all containers anew: where a block only
+asks for its 6 tensors, that takes 20 us instead of 2.4. It does not cast a ``PackedSequence``, nor what is registered
+with pytree, and raises for a dataclass that has a field with ``init=False``.
+"""
 
 from __future__ import annotations
 

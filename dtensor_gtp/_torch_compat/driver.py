@@ -1,7 +1,8 @@
 """Operations of streams (CUDA driver API): signals between GPUs, and copies; and memory that several ranks can read.
 
 A kernel that waits for a peer would first wait for a free SM beside a GEMM that fills the GPU. Signals take no SM: the
-front end of the GPU executes them in the order of the stream. CUDA graphs can record them.
+front end of the GPU executes them in the order of the stream. CUDA graphs can record them. torch has the write
+(``stream_write_value32`` of ``_SymmetricMemory``), but waits by a kernel (``wait_signal``, ``barrier``).
 """
 
 from __future__ import annotations

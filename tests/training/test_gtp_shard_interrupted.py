@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor_gtp
 from dtensor_gtp import GTPModule, SchedulePolicy
+from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp._schedule.steps import optimizer_steps
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -131,6 +132,24 @@ class TestInterrupted(GlooTest):
 
     def test_groups(self) -> None:
         self.sweep(GROUPS, 41)
+
+    def test_at_the_end_of_a_frame(self) -> None:
+        """The frame has not left the list of those that run."""
+        for schedule in (ALL, GROUPS):
+            reference, batch = Model(), torch.randn(8, WIDTH)
+            model = shard_copy(reference, self.gtp_mesh(), schedule=schedule)
+            rows = rows_of_rank(batch, self.gtp_mesh())
+            backward(model, rows)
+            model.zero_grad()
+            with (
+                mock.patch.object(Runtime, "exit", side_effect=KeyboardInterrupt),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                model(rows)
+            backward(model, rows)
+            backward(reference, batch)
+            assert_same_params(model, reference, "grad", **CLOSE)
+            assert_idle(model)
 
     def test_between_microbatches_of_a_notebook(self) -> None:
         """There Python keeps what has ended the last cell."""
