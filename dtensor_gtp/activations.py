@@ -246,7 +246,7 @@ def _copy(target: Tensor, source: Tensor, stream: torch.Stream | None) -> torch.
     if stream is None:
         target.copy_(source)
         return None
-    # The current stream made ``source``, and owned the memory of ``target`` before.
+    # The current stream has made ``source``, or last used the memory of ``target``.
     stream.wait_event(torch.accelerator.current_stream(stream.device_index).record_event())
     with stream:
         target.copy_(source, non_blocking=True)

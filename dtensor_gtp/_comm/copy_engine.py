@@ -40,10 +40,10 @@ Barriers are memory operations of the streams, because a kernel would need a pla
 as few as possible. NVLink multicast is not used. ``send_ring`` exchanges gradients.
 
 torch's ``_low_contention_all_gather`` (``torch.distributed._symmetric_memory``) copies by the same
-engines, but one tensor a call, in the dtype of the shard. The 7 weights of a block of Llama would
-take 7 casts, 7 copies into its workspace and 14 barriers, not 1 cast and 2 barriers. A cast and a
-copy move 10 bytes for each element that is sent in bf16, a cast into the stage moves 6. No cast
-could run ahead, as there is one workspace, and its barriers are kernels.
+engines, but one tensor a call, into an output of its own, between two barriers that are kernels. The 7
+weights of a block of Llama would take 14 of these kernels, each of which waits for SMs beside a GEMM; as
+one tensor they would be copied out of it afterwards. It casts nothing: a caller that does not cast into
+symmetric memory itself moves 10 bytes for each element that is sent in bf16, a cast into the stage 6.
 """
 
 from __future__ import annotations

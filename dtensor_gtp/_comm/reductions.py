@@ -6,7 +6,7 @@ the compute stream, is launched on the scatter stream, and is finished after the
 streams: after the background work).
 
 [Note: error of a reduction]
-A ring adds in the dtype that is sent, one rank after the other: with bf16, whose rounding is 2^-9,
+A ring adds in the dtype that is sent, one rank after the other: with bf16, whose rounding is 2^-8,
 the error grows with the number of ranks. ``all_to_all`` sends the same bytes, but every rank
 receives the addends of its rows from all ranks and adds them in float32. ``copy_engine`` does the
 same by copies. The error that is left is the rounding of each addend to the dtype that is sent,

@@ -26,7 +26,7 @@ After each backward the ring grows to the size that would have avoided that, up 
 starts at the first place, so addresses repeat from step to step.
 
 torch's ``_low_contention_reduce_scatter`` exchanges in the same way, but returns the sum in the
-dtype that is sent: for bf16 it rounds once more, by up to 2^-9. It copies this rank's own addend,
+dtype that is sent: for bf16 it rounds once more, by up to 2^-8. It copies this rank's own addend,
 too (4 bytes for each element of its rows), and lends no places: two gradients in flight would need
 symmetric memory that the caller manages, as here.
 """

@@ -22,7 +22,7 @@ from .._params.refusals import refuse_recording
 from .._schedule.attribute_reads import Frame
 from .._schedule.block_uses import BlockUse, nodes_of, with_node
 from .._schedule.passes import Entry
-from .binding import BoundModule, Reads, ShardGroup, search, unmanaged_params
+from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .input_casts import cast_floats
 from .outside_of_modules import follow_pipelining
 from .trees import map_tensors, tensors_in
@@ -215,11 +215,8 @@ def _check_added(group: ShardGroup) -> None:
         # modules are unfrozen.
         now = _registrations()[0], runtime.steps.num_trained
         if group.checked != now:
-            known = group.searched
-            if known is None or not known.is_current(now[0]) or known.has_trained:  # a call may manage it by now
-                group.searched = search(group, now[0])
-                if group.searched.has_trained:
-                    _refuse_added_params(group)
+            if trains_unmanaged(group):
+                _refuse_added_params(group)
             group.checked = now
 
 

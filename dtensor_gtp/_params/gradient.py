@@ -170,13 +170,15 @@ class ReducedGradient:
         if hook is not None:
             # Here, not behind backward: replicas may launch their reductions in different orders.
             hook(reduced)
-        with compat.without_overrides():  # no code of the user's runs in here
+        with compat.without_overrides():  # only attributes are read in here
             hooks = compat.tensor_hooks(param)
             post_hooks = compat.post_accumulate_grad_hooks(param)
             dtype = compat.grad_dtype(param)
             grad = param.grad
         if hooks:  # as in autograd, before the gradient is added to ``.grad``
             reduced = _run_tensor_hooks(hooks, fqn, param, reduced)
+            # They may have changed these.
+            post_hooks = compat.post_accumulate_grad_hooks(param)
             grad = param.grad
         earlier = self.wide
         self.wide = None

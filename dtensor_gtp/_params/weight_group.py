@@ -180,7 +180,7 @@ class WeightGroup:
             if weight is member:
                 rows = torch.empty_like(slot)
                 round_into([(weight, rows)])
-                return rows.movedim(0, weight.layout.dim)
+                return rows
         return member.shard.to(self.compute_dtype)
 
     def dissolve(self) -> None:

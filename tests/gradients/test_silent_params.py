@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -102,6 +103,30 @@ class TestParameterHooks(GlooTest):
             for handle in handles:
                 handle.remove()
             seen.clear()
+
+    def test_a_hook_that_changes_hooks(self) -> None:
+        """Those that run behind it are the ones that it leaves, as in autograd."""
+
+        def log_of(root: nn.Module) -> list[str]:
+            log: list[str] = []
+            for name, param in root.named_parameters():
+                old = param.register_post_accumulate_grad_hook(lambda param, n=name: log.append(f"old {n}"))
+
+                def change(grad: Any, n: str = name, param: Any = param, old: Any = old) -> None:
+                    old.remove()
+                    param.register_post_accumulate_grad_hook(lambda param: log.append(f"new {n}"))
+
+                param.register_hook(change)
+            return log
+
+        reference = small_model()
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+        logs = [log_of(reference), log_of(model)]
+        for _ in range(2):
+            square_step(reference, make_rows(0))
+            square_step(model, make_rows(0))
+        assert sorted(logs[0]) == sorted(logs[1])
+        assert logs[0]
 
     def test_hooks_of_several_parameters_are_refused(self) -> None:
         """They count nodes of autograd's graph, in which no sharded parameter is."""
@@ -439,6 +464,25 @@ class TestEscapedParameters(GlooTest):
         inner.forward = lambda x: functools.reduce(lambda x, layer: layer(x), inner.layers, x)
         gtp_shard(inner, self.gtp_mesh(), schedule=ALL)
         self.check_refused(inner, lambda: inner.layers.insert(0, late), "layers.0.weight")
+
+    def test_modules_that_are_removed_are_freed(self) -> None:
+        model = self.make()
+        model.append(nn.Dropout(0.0))
+        for _ in range(2):
+            square_step(model, make_rows(0))
+        removed = weakref.ref(model[-1])
+        del model[-1]
+        assert removed() is None
+        square_step(model, make_rows(0))
+
+    def test_scripted_modules(self) -> None:
+        """Torch keeps their parameters and children in C++."""
+        traced = torch.jit.trace(nn.GELU(), make_rows(0))
+        for scripted in (torch.jit.script(nn.ReLU()), torch.jit.script(nn.Linear(WIDTH, WIDTH)), traced):
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted)
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL, ignored_params=set(scripted.parameters()))
+            for _ in range(2):
+                square_step(model, make_rows(0))
 
     def test_unfrozen_later(self) -> None:
         for is_stepped in (True, False):

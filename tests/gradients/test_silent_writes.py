@@ -236,7 +236,7 @@ class TestWritesInForward(WriteTest):
         class Writes(Layer):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 with torch.no_grad():
-                    self.down.bias[0] = self.up.weight[0, 0] = 0.5
+                    self.down.bias[0] = self.up.weight[0, 0] = 50.0  # the largest by far
                 return super().forward(x)
 
         for recipe in (None, "float8_tensorwise", "float8_rowwise", "mxfp8"):
@@ -251,7 +251,7 @@ class TestWritesInForward(WriteTest):
                 for before, now in zip(made.parameters(), model.parameters(), strict=True):
                     is_same = before == full(now)
                     assert is_same.flatten()[1:].all(), is_same
-                assert full(model[1].down.bias)[0] == full(model[1].up.weight)[0, 0] == 0.5
+                assert full(model[1].down.bias)[0] == full(model[1].up.weight)[0, 0] == 50.0
 
     def test_new_data_of_what_is_read_is_refused_in_each_forward(self) -> None:
         model = gtp_shard(Writes(nothing, False), self.gtp_mesh(), schedule=ALL)
