@@ -66,7 +66,7 @@ RUNTIME = {
         Bug("Runtime._finish_backward", replace("self._is_asked_for", "None"),
             "test_gradients_that_were_not_asked_for_stay_as_they_are"),
     "writes of a forward to weights of a group are lost":
-        Bug("WeightGroup.carry_writes", drop("write_changed"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"),
+        Bug("WeightGroup.carry_writes", drop("copy_"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"),
     "shards are cast before replicas have sent what they wrote":
         Bug("_copied_ahead", never("weight.part is not None"), "test_plan_report.py::TestWhereShardsAreCast"),
     "whole parameters are cast before a recipe has cast the weights beside them":
@@ -186,7 +186,7 @@ RUNTIME = {
         Bug("WholeParam._with_unsynced", replace("unsynced.add_(grad)", "grad.to(self.reduce_dtype)"),
             "test_the_last_of_several_microbatches_reduces"),
     "whole gradient counts twice":
-        Bug("WholeParam._take_grad_of", drop("leaf.grad = None"),
+        Bug("gradient:take_grad", drop("leaf.grad = None"),
             "test_r20_rank_distinct_gradients_are_averaged_through_every_gather"),
     "reduce_dtype is ignored":
         Bug("ManagedParam._set_param", without("policy.reduce_dtype"), "test_fp32_reduction_of_bf16_compute_is_exact"),

@@ -244,7 +244,7 @@ class Streams:
             stream = self.compute_stream()
             if is_timed:
                 began = self.waits.begin(stream)
-            stream.wait_event(event)  # of the stream that has launched the collective
+            stream.wait_event(event)  # recorded behind a collective, a sum or a copy to the device
         elif work is not None:
             if is_timed:
                 began = self.waits.begin(None)

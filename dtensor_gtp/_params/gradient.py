@@ -29,6 +29,18 @@ def as_dense(grad: Tensor) -> Tensor:
     return grad.to_dense()
 
 
+def take_grad(leaf: Tensor) -> Tensor | None:
+    """The gradient that ``leaf`` has got, without the graph of a backward with ``create_graph=True``. The leaf has none
+    from then on."""
+    grad = leaf.grad
+    if grad is None:
+        return None
+    leaf.grad = None
+    if grad.requires_grad:
+        return grad.detach()
+    return grad
+
+
 class PendingGradient:
     """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers
     for it."""
@@ -170,15 +182,12 @@ class ReducedGradient:
         if hook is not None:
             # Here, not behind backward: replicas may launch their reductions in different orders.
             hook(reduced)
-        with compat.without_overrides():  # only attributes are read in here
-            hooks = compat.tensor_hooks(param)
-            post_hooks = compat.post_accumulate_grad_hooks(param)
-            dtype = compat.grad_dtype(param)
-            grad = param.grad
+        hooks = compat.tensor_hooks(param)
         if hooks:  # as in autograd, before the gradient is added to ``.grad``
             reduced = _run_tensor_hooks(hooks, fqn, param, reduced)
-            # They may have changed these.
+        with compat.without_torch_function():  # only attributes are read in here
             post_hooks = compat.post_accumulate_grad_hooks(param)
+            dtype = compat.grad_dtype(param)
             grad = param.grad
         earlier = self.wide
         self.wide = None

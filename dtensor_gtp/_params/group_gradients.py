@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .gradient import PendingGradient, as_dense
+from .gradient import PendingGradient, as_dense, take_grad
 from .group_memory import ALIGNMENT, GroupLeaves
 from .layout import WeightLayout
 from .sharded_weight import ShardedWeight
@@ -113,20 +113,17 @@ class GroupGradients(PendingGradient):
         grads = []
         unused = []  # without a gradient on this rank
         asked = self.asked_for
-        with compat.without_overrides():
+        with compat.without_torch_function():
             # Autograd, too, skips a leaf that was frozen after its forward.
             are_trained = [weight.param.requires_grad for weight in self.weights]
         for weight, is_trained in zip(self.weights, are_trained, strict=True):
             leaf = self.leaves.by_member[weight]
-            grad = leaf.grad
-            leaf.grad = None
-            is_asked_for = asked is None or id(leaf) in asked
-            if is_trained and is_asked_for:
+            grad = take_grad(leaf)
+            is_expected = is_trained and (asked is None or id(leaf) in asked)
+            if is_expected:
                 self.owed.add(weight)
-            if is_trained and is_asked_for and grad is not None:
+            if is_expected and grad is not None:
                 self._used.add(weight)
-                if grad.requires_grad:  # of a backward with ``create_graph=True``
-                    grad = grad.detach()
                 grads.append(as_dense(grad))
             else:
                 unused.append(weight)

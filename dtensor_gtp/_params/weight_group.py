@@ -42,7 +42,7 @@ from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
 from .pack_planes import round_into
 from .sharded_weight import Gatherable, ShardedWeight
-from .whole_param import WholeParam, write_changed
+from .whole_param import WholeParam
 
 
 @dataclass(slots=True)
@@ -167,7 +167,8 @@ class WeightGroup:
                 part: Tensor = leaf.detach()
                 if isinstance(member, ShardedWeight):
                     part = member.layout.part_of(part)  # the rows of this rank
-                write_changed(member.shard, part, self._as_gathered(member))
+                shard = member.shard  # which may have more bits of what is as it was gathered
+                shard.copy_(torch.where(part == self._as_gathered(member), shard, part.to(shard.dtype)))
         leaves.put_back()  # ``set_`` moves a leaf, and counts as a write
         leaves.written = versions
         self.shards.num_updates += 1
@@ -226,7 +227,7 @@ class WeightGroup:
     @property
     def version(self) -> Version:
         shards = self.shards
-        with compat.without_overrides():
+        with compat.without_torch_function():
             num_writes = shards.num_updates + sum(map(version_of, shards.tensors))
             return num_writes, shards.num_followed, 0, sum(map(version_of, shards.data))
 

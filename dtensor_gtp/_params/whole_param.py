@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .gradient import as_dense, wider
+from .gradient import as_dense, take_grad, wider
 from .managed_param import ManagedParam, Policies, Site
 
 
@@ -191,14 +191,13 @@ class WholeParam(ManagedParam):
         return (None,)  # nothing is left to add to ``.grad``
 
     def _take_wide(self, used: Tensor) -> None:
-        grad = used.grad
-        used.grad = None  # the graph holds ``used``, and would hold its gradient
+        grad = take_grad(used)  # the graph holds ``used``, and would hold its gradient
         if grad is not None:
             self._add_wide(grad)
             self._notify()
 
     def _add_wide(self, grad: Tensor) -> None:
-        self._wide_local_grad = _sum(self._wide_local_grad, grad)
+        self._wide_local_grad = _sum(self._wide_local_grad, grad.detach())
 
     @property
     def has_local_grad(self) -> bool:
@@ -218,27 +217,17 @@ class WholeParam(ManagedParam):
         return torch.zeros(self.shard.shape, dtype=self.reduce_dtype, device=self.device)
 
     def _take_grad_of_leaf(self) -> Tensor | None:
-        grad = self._take_grad_of(self.leaf)
+        grad = take_grad(self.leaf)
         if self.group is not None:  # then ``leaf`` has that of a use before: of a layer called alone
-            grad = _sum(self._take_grad_of(self._leaf_in_use), grad)
-        if self._wide_local_grad is not None:
-            grad = _sum(self._wide_local_grad, grad)
-            self._wide_local_grad = None
+            grad = _sum(take_grad(self._leaf_in_use), grad)
+        grad = _sum(self._wide_local_grad, grad)
+        self._wide_local_grad = None
         if grad is None:
             return None
         if isinstance(grad, DTensor):
             assert self.tp_spec is not None
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
-        if grad.requires_grad:  # of a backward with ``create_graph=True``
-            grad = grad.detach()
         return as_dense(grad)
-
-    @staticmethod
-    def _take_grad_of(leaf: Tensor) -> Tensor | None:
-        grad = leaf.grad
-        if grad is not None:
-            leaf.grad = None
-        return grad
 
     def _with_unsynced(self, grad: Tensor | None) -> Tensor | None:
         unsynced = self.unsynced_grad
@@ -252,12 +241,6 @@ class WholeParam(ManagedParam):
     def reset_grads(self) -> None:
         super().reset_grads()
         self.leaf.grad = self.unsynced_grad = self._wide_local_grad = None
-
-
-def write_changed(shard: Tensor, part: Tensor, gathered: Tensor) -> None:
-    """Write ``part`` of a parameter to its ``shard``. Elements that are as ``gathered`` stay as they are: the shard may
-    have more bits of them."""
-    shard.copy_(torch.where(part == gathered, shard, part.to(shard.dtype)))
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -173,15 +173,9 @@ def no_view(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` as if no argument had a ``__torch_function__``. The result is not converted to a subclass."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def without_overrides() -> AbstractContextManager[Any]:
-    """In this context attributes of a DTensor cost 0.1 instead of 0.3 us: torch does not ask its class whether it
-    overrides them, which a DTensor does not."""
+def without_torch_function() -> AbstractContextManager[Any]:
+    """In this context torch calls as if no class of tensors had a ``__torch_function__``, and converts no result to a
+    subclass. An attribute of a DTensor, which has none, costs 0.1 instead of 0.3 us."""
     return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
 
 

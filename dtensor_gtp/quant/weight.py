@@ -52,7 +52,8 @@ class WeightWithRecipe(Tensor):
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        return compat.without_torch_function(func, args, kwargs)  # ops reach __torch_dispatch__
+        with compat.without_torch_function():
+            return func(*args, **kwargs)  # ops reach __torch_dispatch__
 
 
 def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
