@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -49,13 +49,16 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
     """Measure this machine and write the file ``path``, on the first rank."""
     if os.environ.get("RANK", "0") == "0" and (path.is_dir() or not path.parent.is_dir()):  # before it measures
         raise PlanError(f"calibrate cannot write {path}: there is no such folder, or it is one. Name another place.")
-    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device_type or "cpu"
+    if device_type is None and torch.cuda.is_available():
+        kind = "cuda"
     with _meshes(kind) as (mesh, others):
         if kind == "cuda":
             device = torch.device(kind, torch.cuda.current_device())
+            clock = clock or EventClock(device)
         else:
             device = torch.device("cpu")
-        clock = clock or (EventClock if kind == "cuda" else Clock)(device)
+            clock = clock or Clock(device)
         samples = Samples({}, {})
         base = _base(device)
         measure_compute(clock, samples)
@@ -265,13 +268,19 @@ def measure_compute(clock: Clock, samples: Samples) -> None:
     device = clock.device
     is_gpu = clock.device.type == "cuda"
     tiny = torch.zeros(16, device=device)
-    samples.add("kernel", 1, clock.time(lambda: tiny.add_(1), 200 if is_gpu else 20))
-    for size in _GPU_GEMMS if is_gpu else _CPU_GEMMS:
+    num_kernels = 20
+    gemms: Sequence[tuple[int, int, int]] = _CPU_GEMMS
+    shape = (512, 1024)  # of what kernels between GEMMs read
+    heads, tokens, dim = 2, 128, 32  # of attention
+    if is_gpu:
+        num_kernels = 200
+        gemms = _GPU_GEMMS
+        shape = (8192, 14336)
+        heads, tokens, dim = 32, 4096, 128
+    samples.add("kernel", 1, clock.time(lambda: tiny.add_(1), num_kernels))
+    for size in gemms:
         _gemms(clock, samples, *size)
     # Kernels between GEMMs: a product, a norm and a cast to bf16; and casts to float8.
-    shape = (512, 1024)
-    if is_gpu:
-        shape = (8192, 14336)
     a, b, out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(3))
     wide = a.float()
     scale = b[0].clone()
@@ -282,7 +291,6 @@ def measure_compute(clock: Clock, samples: Samples) -> None:
         for cast in (casts_for(a).cast_matrix, casts_for(a).cast_rows):
             samples.add("cast", 5 * a.numel(), clock.time(partial(cast, a), 4))
     # Causal attention with its backward; the masked half does not count.
-    heads, tokens, dim = (32, 4096, 128) if is_gpu else (2, 128, 32)
     q, k, v, grad = (torch.randn(1, heads, tokens, dim, device=device).to(torch.bfloat16) for _ in range(4))
     for tensor in (q, k, v):
         tensor.requires_grad_()

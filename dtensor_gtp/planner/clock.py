@@ -170,7 +170,10 @@ def fitted(machine: Machine, samples: Samples, *, fast: int = 1, network: int = 
         changes[part] = replace(getattr(machine, part), **values)
         # A data sheet has ``gb_s``, of which a share is measured.
         left = [f"{part}.{name}" for name in vars(changes[part]) if name not in values and name != "gb_s"]
-        missing += left if values else [part]
+        if values:
+            missing += left
+        else:
+            missing.append(part)
     return replace(machine, **changes, not_measured=tuple(missing))
 
 
@@ -187,8 +190,11 @@ _SHARES = (
 
 def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
     kernel = samples.seconds("kernel")
-    found: dict[str, Any] = {} if kernel is None else {"kernel_us": kernel * 1e6}
-    gap = machine.compute.kernel_us / 1e6 if kernel is None else kernel
+    found: dict[str, Any] = {}
+    gap = machine.compute.kernel_us / 1e6
+    if kernel is not None:
+        found["kernel_us"] = kernel * 1e6
+        gap = kernel
 
     def share(sample: Sample, peak: float, most: float) -> float:
         # The planner adds the gap to each kernel.
@@ -201,7 +207,9 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
             if peak == "hbm":
                 most = 1.5
             curve = tuple((row.amount, share(row, peaks[peak], most)) for row in sorted(rows))
-            found[name] = curve if name.endswith("gemm") else statistics.median(part for _, part in curve)
+            found[name] = curve
+            if not name.endswith("gemm"):
+                found[name] = statistics.median(part for _, part in curve)
     return found
 
 
@@ -238,8 +246,10 @@ def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
     for *_, small, large in by_size:
         grown = large.seconds - small.seconds
         # Noise of a small machine may hide the difference.
-        is_clear = grown > large.seconds / 4
-        rates.append((large.amount - small.amount) / grown if is_clear else large.rate)
+        if grown > large.seconds / 4:
+            rates.append((large.amount - small.amount) / grown)
+        else:
+            rates.append(large.rate)
     rate = statistics.mean(rates)
     return rate, max(statistics.mean(rows[0].seconds - rows[0].amount / rate for rows in by_size), 0.0)
 

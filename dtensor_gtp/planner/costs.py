@@ -64,12 +64,14 @@ class Costs:
         if precision not in peaks:
             only = f"only in {', '.join(peaks)}. Name another recipe, or one with :dequantize."
             raise PlanError(f"{self.machine.name} has no peak for GEMMs in {precision}, {only}")
-        if self.is_rowwise:
-            float8 = compute.float8_rowwise_gemm
-        else:
-            float8 = compute.float8_gemm
-        share = _share(compute.gemm if precision == "bf16" else float8, op.flops / op.groups)
-        share *= compute.ragged if op.is_ragged else 1
+        curve = compute.float8_gemm
+        if precision == "bf16":
+            curve = compute.gemm
+        elif self.is_rowwise:
+            curve = compute.float8_rowwise_gemm
+        share = _share(curve, op.flops / op.groups)
+        if op.is_ragged:
+            share *= compute.ragged
         return compute.kernel_us / 1e3 + op.flops / (peaks[precision] * share) * 1e-9
 
     def memory_ms(self, nbytes: float, share: float = 0.0) -> float:
@@ -111,7 +113,10 @@ class Costs:
                 if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
                     # Inputs are cast before a gather: half of all messages have half the bytes, one finds the scale.
                     nbytes *= 0.85
-                spent = (self.exchange_ms if op.kind is Kind.EP else self.gather_ms)(nbytes, axis)
+                if op.kind is Kind.EP:
+                    spent = self.exchange_ms(nbytes, axis)
+                else:
+                    spent = self.gather_ms(nbytes, axis)
                 works.append(Work(spent, op.kind.value, self.machine.host.collective_us / 1e3, nbytes))
                 continue
             left = 1.0
@@ -161,7 +166,9 @@ class Costs:
                 one = self.scatter_ms(nbytes, axis)
             else:
                 one = self.gather_ms(nbytes, axis)
-            return one * (self.machine.contention.grouped if num_tensors > 1 else 1)
+            if num_tensors > 1:
+                one *= self.machine.contention.grouped
+            return one
         link = self.machine.copy
         peers = axis.size - 1
         starts = link.start_us * peers * num_tensors + link.hop_us * peers
@@ -188,7 +195,10 @@ class Costs:
             domains = axis.size / members
             sent = nbytes / self.choices * (domains - 1) * (1 - (1 - 1 / domains) ** self.choices)
         beyond = sent / (network.gb_s * network.share) * _PER_GB_S
-        return max(within, beyond) + _start_ms(fast if members == axis.size else network, 1)
+        farthest = network
+        if members == axis.size:
+            farthest = fast
+        return max(within, beyond) + _start_ms(farthest, 1)
 
 
 def _start_ms(link: Link, hops: float) -> float:
@@ -289,10 +299,14 @@ def _factor(c: Contention, load: Load, others: tuple[Load, ...]) -> float:
     factor = 1.0
     num_kernels = sum(other in _KERNELS for other in others)
     if load in _KERNELS:
-        factor *= c.gemm_beside_nccl if Load.NCCL in others or Load.NETWORK in others else 1
-        factor *= c.gemm_beside_copy if Load.COPY in others else 1
+        if Load.NCCL in others or Load.NETWORK in others:
+            factor *= c.gemm_beside_nccl
+        if Load.COPY in others:
+            factor *= c.gemm_beside_copy
         return factor * (1 + (c.kernel - 1) * num_kernels)
-    if num_kernels:
-        factor *= c.copy_beside_gemm if load is Load.COPY else c.nccl_beside_gemm
+    if num_kernels and load is Load.COPY:
+        factor *= c.copy_beside_gemm
+    elif num_kernels:
+        factor *= c.nccl_beside_gemm
     sharing = sum((other in _FAST) == (load in _FAST) and other not in _KERNELS for other in others)
     return factor * (1 + (c.wire - 1) * sharing)

@@ -100,8 +100,8 @@ def moments(uses: Sequence[Use], state: int, schedule: Schedule) -> list[Peak]:
         if not schedule.wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, before)
             # The gathered weight is freed, and the gradient of the input is there.
-            released = gathered.wgrad if following is None else following.gathered.before_backward
-            gathered = gathered._replace(wgrad=released)
+            if following is not None:
+                gathered = gathered._replace(wgrad=following.gathered.before_backward)
             activations = activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
         launches: list[list[Use]] = []
@@ -261,8 +261,10 @@ def predict(
     uses = _uses(setting, plan_step(setting, schedule), schedule)
     if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
-    is_alone = setting.reduces_by(schedule, 0) == "all_to_all"  # each gradient travels at once
-    peak = predict_peak(uses, 0, replace(schedule, coalesce_grad_nbytes=0) if is_alone else schedule)
+    launched = schedule
+    if setting.reduces_by(schedule, 0) == "all_to_all":  # each gradient travels at once
+        launched = replace(schedule, coalesce_grad_nbytes=0)
+    peak = predict_peak(uses, 0, launched)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     small = trace.small_numel - trace.frozen_small_numel
     trained = sum(item.trained_numel for item in weights)
@@ -279,10 +281,14 @@ def predict(
         gathered = sum(map(setting.held, once))
         reductions = sum(item.sent for item in once)
     # What a microbatch leaves in a stage until its backward.
-    is_end_known = last.block >= 0 and trace.end > 0
-    saved = (trace.end if is_end_known else last.live) - trace.weights[0].live
+    end = last.live
+    if last.block >= 0 and trace.end > 0:
+        end = trace.end
+    saved = end - trace.weights[0].live
     activations = peak.activations - logits + int(max(saved, 0) * (inflight - 1))
-    passing = activations + logits + (0 if keep else gathered + reductions)
+    passing = activations + logits
+    if not keep:
+        passing += gathered + reductions
     reserve = int(setting.costs.machine.reserve_gib * GIB + passing * FRAGMENTS)
     parameters = numel * PARAM_NBYTES
     optimizer = (states + small) * optimizer_nbytes
@@ -313,7 +319,9 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
             kind = "all_to_all"
         unit = setting.units[place]
         use = make_use(unit, amounts[place], reduce_nbytes, kind)
-        uses.append(_in_group(setting, unit, number, use) if unit.is_group else use)
+        if unit.is_group:
+            use = _in_group(setting, unit, number, use)
+        uses.append(use)
     return uses
 
 
@@ -325,7 +333,7 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
     weight = setting.sharded[number].weight
     items = [setting.sharded[member] for member in group.members]
     later = items[group.members.index(number) :]
-    computed = [0 if item.weight.is_frozen else item.gathered for item in later]
+    computed = [item.gathered * (not item.weight.is_frozen) for item in later]
     grad = sum(item.trained_numel for item in items) * PARAM_NBYTES
     use = use._replace(name=weight.name, gathered=gathered, activations=weight.amounts, grad=grad)
     use = use._replace(waiting=sum(computed) - computed[0], unreduced=computed[0])

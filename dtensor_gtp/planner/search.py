@@ -59,17 +59,18 @@ def layouts_of(problem: Problem) -> Iterator[Layout]:
     job = problem.job
     model = problem.model
     fixed = problem.job.fixed
-    can_be_cut = isinstance(model, ModelConfig) or not model.plan.refusal
-    most = {
-        "tp": min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1,
-        "pp": min(model.layers, 64),
-        "cp": 16 if isinstance(model, ModelConfig) and job.seq_len >= 16384 else 1,
-    }
-    divisors = _divisors(job.gpus)
-    sizes = ([fixed[name]] if name in fixed else [size for size in divisors if size <= most[name]] for name in most)
-    for tp, pp, cp in itertools.product(*sizes):
+    most = {"tp": 1, "pp": min(model.layers, 64), "cp": 1}
+    if isinstance(model, ModelConfig) or not model.plan.refusal:
+        most["tp"] = min(problem.machine.gpus_per_domain, 16)
+    if isinstance(model, ModelConfig) and job.seq_len >= 16384:
+        most["cp"] = 16
+    sizes = {name: [size for size in _divisors(job.gpus) if size <= most[name]] for name in most}
+    sizes.update({name: [fixed[name]] for name in most if name in fixed})
+    for tp, pp, cp in itertools.product(*sizes.values()):
         rest, remainder = divmod(job.gpus, tp * pp * cp)
-        for gtp in _divisors(rest) if not remainder else ():
+        if remainder:
+            continue
+        for gtp in _divisors(rest):
             replicate = rest // gtp
             if (fixed.get("gtp", gtp), fixed.get("replicate", replicate)) == (gtp, replicate):
                 experts = _expert_axes(problem, job.gpus // pp, gtp * tp)
@@ -89,11 +90,16 @@ def _expert_axes(problem: Problem, stage: int, dense: int) -> list[tuple[int, in
     fixed = problem.job.fixed
     if not model.experts:
         return [(fixed.get("ep", 1), fixed.get("expert_gtp", 1))]
+    sizes = [size for size in _divisors(stage) if model.experts % size == 0]
+    if "ep" in fixed:
+        sizes = [fixed["ep"]]
     found = []
-    for ep in [fixed["ep"]] if "ep" in fixed else [size for size in _divisors(stage) if model.experts % size == 0]:
+    for ep in sizes:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
         wanted = sorted({max(dense // ep, 1), max(stage // ep, 1)})
-        found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else wanted)]
+        if "expert_gtp" in fixed:
+            wanted = [fixed["expert_gtp"]]
+        found += [(ep, size) for size in wanted]
     return found
 
 
@@ -105,7 +111,9 @@ def _batches(job: Job, gtp: int, replicate: int) -> Iterator[tuple[int, str, boo
         sizes = [micro]
     else:
         sizes = [size for size in (1, 2, 4) if size <= max(per_rank, 1)]
-    checkpoints = CHECKPOINTS if job.checkpointing == "auto" else (job.checkpointing,)
+    checkpoints: tuple[str, ...] = (job.checkpointing,)
+    if job.checkpointing == "auto":
+        checkpoints = CHECKPOINTS
     for size, checkpoint in itertools.product(sizes, checkpoints):
         yield size, checkpoint, False
         if per_rank // size > 1 and gtp > 1:
@@ -134,12 +142,15 @@ class Bounds:
         sums = self._of_slowest(layout)
         axes = layout.axes()
         num = layout.num_microbatches(self._problem.job)
+        num_transfers = num
+        if layout.keep:
+            num_transfers = 1
         costs = self._costs
         times = {True: 0.0, False: 0.0}  # by link
         for name, place in _AXES.items():
             gathered, sent, _ = sums[place]
             if axes[name].size > 1 and gathered:
-                nbytes = (2 * gathered + sent) * (1 if layout.keep else num)
+                nbytes = (2 * gathered + sent) * num_transfers
                 times[costs.wire(axes[name]).is_fast] += costs.gather_ms(nbytes, axes[name])
         busy = sums[0] * (num + (layout.pp - 1) / self._problem.virtual_stages(layout))
         return max(busy * (1 + self._problem.machine.straggling(self._problem.job.gpus)), *times.values())
@@ -185,7 +196,10 @@ class Bounds:
         """What there is in a block of each kind, and outside of blocks, where all is of a model of the user's code."""
         kinds = tuple(sorted(set(self._problem.model.kinds)))
         setting = self._problem.setting(alone, Part(kinds))
-        loss_ms, *times = compute_ms(setting, "ep" if self._problem.job.dispatch == "hidden" else "")
+        hidden = ""
+        if self._problem.job.dispatch == "hidden":
+            hidden = "ep"
+        loss_ms, *times = compute_ms(setting, hidden)
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
         for ms, item in zip(times, setting.sharded, strict=True):
             weight = item.weight
@@ -197,10 +211,11 @@ class Bounds:
                 amounts = (0, 0, 0)
             else:
                 amounts = (item.wired, item.sent, state)
-            outside = _LAST
-            if weight.is_table:
-                outside = _FIRST
-            name = outside if not kinds or weight.block < 0 else kinds[weight.block]
+            name: object = _LAST
+            if kinds and weight.block >= 0:
+                name = kinds[weight.block]
+            elif weight.is_table:
+                name = _FIRST
             if weight.is_expert:
                 mine = (0, 0, 0, *amounts)
             else:

@@ -107,13 +107,17 @@ class Setting:
         return item.gathered
 
     def optimizer_numel(self, item: Sharded) -> int:
-        return -(-item.trained_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
+        if not self.shards_optimizer:
+            return item.trained_numel
+        return -(-item.trained_numel // self.costs.axis(item.replicas).size)
 
     @functools.cached_property
     def sharded(self) -> tuple[Sharded, ...]:
         """Those of groups are gathered in the dtype of compute."""
-        items = enumerate(self._alone)
-        return tuple(item._replace(wired=item.gathered) if number in self._groups else item for number, item in items)
+        items = list(self._alone)
+        for number in self._groups:
+            items[number] = items[number]._replace(wired=items[number].gathered)
+        return tuple(items)
 
     @functools.cached_property
     def _alone(self) -> tuple[Sharded, ...]:
@@ -178,7 +182,7 @@ class Setting:
         return rules.fits_a_group(sum(self._alone[number].gathered for number in numbers))
 
     def _sharded(self, weight: Weight) -> Sharded:
-        axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
+        axis = self.costs.axis(_axis_name(is_expert=weight.is_expert))
         gathered = wired = weight.numel * COMPUTE_NBYTES
         if self.recipe is not None and weight.block >= 0 and not weight.is_table:
             wired = self.recipe.num_bytes(torch.Size(weight.shape), Direction.ROWWISE)
@@ -197,7 +201,9 @@ class Setting:
         weight = item.weight
         host = costs.machine.host.op_us / 1e3
         if weight.is_table:
-            nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
+            nbytes = sum(op.nbytes for op in weight.use)
+            if part == "wgrad":
+                nbytes = 2 * item.gathered
             return [Work(costs.memory_ms(nbytes), "", host)]
         gemms = [op for op in weight.use if op.kind is Kind.GEMM]
         if self.recipe is None or not item.is_quantized or costs.precision == "bf16":
@@ -207,7 +213,9 @@ class Setting:
             if item.is_quantized and part != "wgrad":  # dequantized for the GEMM
                 ms += costs.memory_ms(item.wired + item.gathered)
             return [Work(ms, "", host * (len(gemms) + len(others)))]
-        rows = weight.flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
+        rows = weight.flops / (2 * weight.numel)
+        if len(weight.shape) > 2:  # of each matrix
+            rows *= weight.shape[0]
         cast = self._operand_nbytes(part, rows, weight.shape)
         ms = sum(costs.gemm_ms(op, costs.precision) for op in gemms)
         return [Work(ms + costs.cast_ms(cast), "", 3 * host)]
@@ -225,11 +233,14 @@ class Setting:
         if not costs.is_rowwise:
             tp = costs.axis("tp").size
             width = self.trace.input_nbytes * tp // max(COMPUTE_NBYTES * self.tokens, 1)
-            if tp > 1:  # what is gathered over tp was cast before
-                inputs /= tp if shape[-1] == width else 1
-                outputs /= tp if shape[-2] == width else 1
-        once, again = (1, 5) if costs.is_rowwise else (3, 2)
-        return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
+            # What is gathered over tp was cast before.
+            if shape[-1] == width:
+                inputs /= tp
+            if shape[-2] == width:
+                outputs /= tp
+        if costs.is_rowwise:
+            return {"forward": inputs, "dgrad": outputs, "wgrad": 5 * (inputs + outputs)}[part]
+        return {"forward": 3 * inputs, "dgrad": 3 * outputs, "wgrad": 2 * (inputs + outputs)}[part]
 
     def is_exchanged(self, unit: int) -> bool:
         """Whether the unit is an embedding that exchanges activations, as ``ops.embedding`` decides."""
@@ -264,7 +275,9 @@ class Setting:
         """Who gathers the weights of a lane: "process_group" or "copy_engine"."""
         if schedule.gather_backend != "auto":
             return str(schedule.gather_backend)
-        return "copy_engine" if self.no_copy_engines("expert_gtp" if lane else "gtp") is None else "process_group"
+        if self.no_copy_engines(_axis_name(is_expert=lane > 0)) is None:
+            return "copy_engine"
+        return "process_group"
 
     def reduces_by(self, schedule: Schedule, lane: int) -> ReduceScatterKind:
         return resolve_reduce_scatter(schedule.reduce_scatter, self.gathers_by(schedule, lane))
@@ -295,15 +308,19 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     trace = setting.trace
     units = setting.units
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
-    traits = [
-        Traits(unit.wired, unit.lane, unit.weight.block + 1 if unit.lane else 0, is_group=unit.is_group)
-        for unit in units
-    ]
+    traits = []
+    for unit in units:
+        call = 0
+        if unit.lane:
+            call = unit.weight.block + 1
+        traits.append(Traits(unit.wired, unit.lane, call, is_group=unit.is_group))
     gathered = [number for number in range(len(units)) if not setting.is_exchanged(number)]
     recomputed = recomputed_uses(trace, setting.checkpoint)
     backward: list[int] = []
     for number, weight in reversed([*enumerate(trace.weights)]):
-        again = recomputed.get(weight.block, ()) if trace.ends_block(number) else ()
+        again: tuple[int, ...] = ()
+        if trace.ends_block(number):
+            again = recomputed.get(weight.block, ())
         for place in (setting.unit_of[each] for each in (*again, *[number] * weight.has_dgrad)):
             # A group stays from the forward that is computed again to the end of its block's backward.
             if not (units[place].is_group and place in backward):
@@ -313,8 +330,18 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
         Plan(backward, traits, window_of(schedule, is_backward=True)),
     )
     turning = turning_point(*plans)
-    sizes = [0 if number in turning else unit.gathered for number, unit in enumerate(units)]
-    lanes = [unit.lane for unit in units]
-    asked = choose_kept(*plans, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
-    kept = frozenset((*asked, *(turning if schedule.keep_last else ())))
-    return Step(*plans, kept, recomputed)
+    kept: set[int] = set()
+    if schedule.keep_nbytes:
+        sizes = [unit.gathered * (number not in turning) for number, unit in enumerate(units)]
+        lanes = [unit.lane for unit in units]
+        kept.update(choose_kept(*plans, sizes, lanes, schedule.keep_nbytes))
+    if schedule.keep_last:
+        kept.update(turning)
+    return Step(*plans, frozenset(kept), recomputed)
+
+
+def _axis_name(*, is_expert: bool) -> str:
+    """Of the axis over which a weight is gathered."""
+    if is_expert:
+        return "expert_gtp"
+    return "gtp"

@@ -301,7 +301,10 @@ def checkpointed(trace: Trace, checkpoint: str) -> Trace:
         if checkpoint == "selective" and weight.block >= 0 and number not in again:
             kept[weight.block] += int(weight.flops / (2 * weight.shape[-1]) * 2)  # what its GEMM computes
     lives = [weights[0].live for weights in trace.blocks.values()]
-    ends = [*lives[1:], trace.end or lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
+    last_end = trace.end or lives[-1]
+    if not trace.end and len(lives) > 1:
+        last_end += lives[-1] - lives[-2]  # as much as the block before
+    ends = [*lives[1:], last_end]
     freed = [max(end - begin - nbytes, 0) for nbytes, begin, end in zip(kept.values(), lives, ends, strict=True)]
     freed_before = dict(zip(kept, accumulate(freed, initial=0), strict=False))
 
@@ -338,11 +341,16 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     for number, kind in enumerate(part.kinds):
         is_begin = part.kinds[:number].count(kind) == 0
         is_end = part.kinds[number + 1 :].count(kind) == 0
-        place = 0 if is_begin else _RECORDED - 1 if is_end else 1
+        place = 1  # of the recorded block of this kind that stands for it
+        follower = begins[kind] + 1
+        if is_end:
+            place = _RECORDED - 1
+            follower = begins[kind] + place
+        if is_begin:
+            place = 0
         shift = num_saved - saved_before[begins[kind] + place]
         block = [_moved(weight, number, shift) for weight in by_block[begins[kind] + place]]
         # Before the last use of a block comes, in backward, the block that follows it.
-        follower = begins[kind] + (_RECORDED - 1 if is_end else 1)
         last = _moved(by_block[follower][-1], number, num_saved - saved_before[follower])
         amounts = block[-1].amounts._replace(before_backward=last.amounts.before_backward)
         block[-1] = block[-1]._replace(amounts=amounts, backward=last.backward)
@@ -352,9 +360,12 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
         weights += [_moved(weight, -1, num_saved - saved_before[-1]) for weight in outside if not weight.is_table]
     small = trace.small_numel // (_RECORDED * len(recorded)) * len(part.kinds)
     end = by_block[0][0].live + num_saved
-    loss = trace.loss if part.is_last else ()
-    tail = trace.tail if part.is_first else ()
-    return replace(trace, weights=tuple(weights), loss=loss, tail=tail, small_numel=small, end=end)
+    found = replace(trace, weights=tuple(weights), small_numel=small, end=end)
+    if not part.is_last:
+        found = replace(found, loss=())
+    if not part.is_first:
+        found = replace(found, tail=())
+    return found
 
 
 def _moved(weight: Weight, block: int, shift: int) -> Weight:

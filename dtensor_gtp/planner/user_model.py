@@ -78,7 +78,10 @@ class UserModel:
         model, loss_of, _ = self._build()
         if getattr(model, "_can_set_experts_implementation", bool)():  # "eager" is a loop over what tokens have chosen
             model.config._experts_implementation = "grouped_mm"
-        for name, style in self.plan.styles.items() if tp > 1 else ():
+        styles: Mapping[str, str] = {}
+        if tp > 1:
+            styles = self.plan.styles
+        for name, style in styles.items():
             layer = model.get_submodule(name)
             if style == COLWISE:
                 layer.out_features //= tp
@@ -92,7 +95,7 @@ class UserModel:
                 layer.bias = nn.Parameter(bias.new_empty(layer.out_features), requires_grad=bias.requires_grad)
 
         def loss(module: nn.Module, recorder: Recorder) -> Tensor:
-            for name, style in self.plan.styles.items() if tp > 1 else ():
+            for name, style in styles.items():
                 layer = module.get_submodule(name)
                 layer.forward = partial(_communicate, layer.forward, recorder, style)
             return loss_of(module)
@@ -148,9 +151,14 @@ def _function(text: str) -> Callable[[], _Built]:
         given = (inputs,)
         if isinstance(inputs, tuple | list):
             given = tuple(inputs)
-        counts = [t.numel() for t in given if isinstance(t, Tensor) and not t.is_floating_point()]
-        cast = [t.bfloat16() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
-        return _Built(model, lambda module: _loss_of(module(*cast)), counts[0] if counts else 0)
+        num_tokens = 0  # of the first ids
+        cast = list(given)
+        for place, value in enumerate(given):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                cast[place] = value.bfloat16()
+            elif isinstance(value, Tensor):
+                num_tokens = num_tokens or value.numel()
+        return _Built(model, lambda module: _loss_of(module(*cast)), num_tokens)
 
     return build
 
@@ -251,8 +259,10 @@ def step_of(model: Any, seq_len: int) -> _Built:
         inputs["input_features"] = torch.zeros(shape, device="meta").bfloat16()
     else:
         inputs["input_ids"] = tokens
-    is_text = any(value is tokens for value in inputs.values())
-    return _Built(model, lambda module: _loss_of(module(**inputs)), seq_len if is_text else 0)
+    num_tokens = 0  # of images and sound it is not known
+    if any(value is tokens for value in inputs.values()):
+        num_tokens = seq_len
+    return _Built(model, lambda module: _loss_of(module(**inputs)), num_tokens)
 
 
 def _is_rotary(config: Any) -> bool:
@@ -294,7 +304,10 @@ def plan_of(model: nn.Module) -> TPPlan:
         if not isinstance(module, nn.Linear):
             kind = type(module).__name__
             return TPPlan({}, refusal=f"base_model_tp_plan cuts {name}, which is no nn.Linear ({kind})")
-        sizes.append(module.out_features if style == COLWISE else module.in_features)
+        if style == COLWISE:
+            sizes.append(module.out_features)
+        else:
+            sizes.append(module.in_features)
     heads = getattr(config, "num_attention_heads", 1)
     groups = getattr(config, "num_key_value_heads", None) or heads
     return TPPlan(styles, (heads, groups, *sorted(set(sizes))))
