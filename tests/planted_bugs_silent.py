@@ -11,6 +11,24 @@ COPIES = "test_a_write_to_a_copy_of_a_whole_parameter_is_refused"
 
 # fmt: off
 SILENT = {
+    "autograd gets copies of weights that are freed":
+        Bug("refuse_mutable_saves", never("compat.are_saved_tensors_mutable()"),
+            f"{SILENT_GROUPS}::test_a_context_in_which_saved_tensors_may_be_written_to_is_refused"),
+    "a parameter gets gradients of the one before it":
+        Bug("ManagedParam.follow", never("current is not self.param and self.has_unsynced"),
+            "test_silent_params.py::TestReplacedParameters::test_between_microbatches"),
+    "a whole parameter gets gradients of the one before it":
+        Bug("WholeParam.has_unsynced", returns("False"),
+            "test_silent_params.py::TestReplacedParameters::test_between_microbatches"),
+    "an interrupted evaluation drops gradients":
+        Bug("Runtime._drop_broken_forward", replace("self.reads.is_differentiated", "True"),
+            "test_an_interrupted_evaluation_leaves_microbatches_alone"),
+    "whatever stops a forward drops gradients":
+        Bug("Steps.forget_interrupted", replace("KeyboardInterrupt", "BaseException"),
+            "test_an_interrupted_microbatch_drops_the_others"),
+    "the compiler traces what a backward calls":
+        Bug("skip_package", drop("skip_code"),
+            "test_compiled_steps.py::TestCompiledSteps::test_a_compiled_function_calls_backward"),
     "what code writes to a copy of a whole parameter is lost":
         Bug("WholeParam.gives_copies", replace("self.leaf.dtype != self.compute_dtype", "False"), COPIES),
     "what code writes to a whole parameter on the device stays there":

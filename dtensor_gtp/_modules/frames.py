@@ -18,7 +18,7 @@ from torch.nn.modules import module as nn_module
 from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._howto import see
-from .._params.refusals import refuse_recording
+from .._params.refusals import refuse_mutable_saves, refuse_recording
 from .._schedule.attribute_reads import Frame
 from .._schedule.block_uses import BlockUse, nodes_of, with_node
 from .._schedule.passes import Entry
@@ -159,6 +159,7 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
                 seen = group.leaves.seen()
             inputs: set[Node] = set()
             if torch.is_grad_enabled():
+                refuse_mutable_saves(group.fqn)
                 use = BlockUse(runtime, group)
                 # Now, because the block may write its inputs and change the containers.
                 tensors = list(tensors_in((args, kwargs)))

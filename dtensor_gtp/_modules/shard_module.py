@@ -29,7 +29,7 @@ from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight
 from ..quant.native_data import recipe_groups
-from . import outside_of_modules, torch_patches
+from . import outside_of_modules, torch_patches, uncompiled
 from .binding import Arguments, Binding, ShardGroup, binding_of, bindings_of, managed_params
 from .decide import Decision
 from .dress import bind
@@ -77,7 +77,7 @@ def shard_module(
     calls.insert([*is_outer, True].index(True), group)  # before the calls around it: the outermost one is the last
     # Not yet: the first forward shows how many tokens a rank gets.
     runtime.setup.make_groups_by(partial(make_groups, runtime))
-    for part_of_torch in (gradients, remedies, torch_patches, outside_of_modules):
+    for part_of_torch in (gradients, remedies, torch_patches, outside_of_modules, uncompiled):
         part_of_torch.install()  # once in a process
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)  # all ranks draw alike, as one process does

@@ -225,6 +225,8 @@ class ManagedParam:
             raise self._replaced_by(current)
         # An outer fully_shard registers the same values again: graphs stay valid.
         if not self.registration.is_cut_again:
+            if current is not self.param and self.has_unsynced:
+                raise self._replaced_unsynced()
             self.refuse_graphs()
         self._set_param(current)
         if self.registration.on_replaced is not None:
@@ -238,6 +240,19 @@ class ManagedParam:
     def leaves(self) -> list[Tensor]:
         """What stands for the parameter in graphs of its uses."""
         return [self.leaf]
+
+    @property
+    def has_unsynced(self) -> bool:
+        """Whether gradients of earlier microbatches are not in ``.grad`` yet."""
+        return self.gradient.reduced is not None
+
+    def _replaced_unsynced(self) -> RuntimeError:
+        return RuntimeError(
+            f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced while gradients of earlier "
+            f"microbatches are not in its .grad yet (rank {dist.get_rank()}): the next parameter would get them. "
+            "Replace parameters after the backward of the last microbatch, or drop these gradients with "
+            "reset_iter_state()."
+        )
 
     def refuse_graphs(self) -> None:
         """Other data, or another parameter, take the place of this one. The backward of a graph

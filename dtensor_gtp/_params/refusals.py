@@ -77,6 +77,18 @@ def refuse_symbolic_tracing(fqn: str) -> None:
         refuse_recording("torch.fx.symbolic_trace", fqn)
 
 
+def refuse_mutable_saves(block: str) -> None:
+    """Called where autograd is about to save weights of a group."""
+    if compat.are_saved_tensors_mutable():
+        # torch copies what it has saved before an op writes to that address. The gather for backward writes there, to
+        # memory that was freed.
+        raise NotImplementedError(
+            f"gtp_shard does not support block '{block}' in torch.autograd.graph.allow_mutation_on_saved_tensors, "
+            f"which copies saved weights while their memory is freed (rank {dist.get_rank()}). Leave that context, and "
+            "clone what you write to."
+        )
+
+
 def wants_wgrad(ctx: Any, index: int, weight: ShardedWeight, streams: Streams) -> bool:
     """Whether the running backward asks for the gradient of a trained weight, whose leaf is at ``index`` among
     the tensors given to forward. A recording of one that does not would skip it for ever: refused."""

@@ -201,6 +201,14 @@ class ShardedWeight(ManagedParam):
         if self.form.wire is not None:
             self.form.wire.forget()
 
+    @property
+    def has_unsynced(self) -> bool:
+        has_sum = not self.pending_grad.is_empty
+        if self.group is not None:
+            grads = self.group.pending_grad
+            has_sum = self in grads.owed and not grads.is_empty
+        return super().has_unsynced or has_sum
+
     def refuse_graphs(self) -> None:
         super().refuse_graphs()
         # A frozen weight has no leaf in the graph, but its values count.

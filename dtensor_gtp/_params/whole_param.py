@@ -205,6 +205,10 @@ class WholeParam(ManagedParam):
         grads = (self._leaf_in_use.grad, self.leaf.grad, self._wide_local_grad)
         return any(grad is not None for grad in grads)
 
+    @property
+    def has_unsynced(self) -> bool:
+        return super().has_unsynced or self.unsynced_grad is not None or self.has_local_grad
+
     def take_local_grad(self) -> Tensor | None:
         """Return the local gradient since the last reduction, and forget it."""
         grad = self._take_grad_of_leaf()

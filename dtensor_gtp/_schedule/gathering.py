@@ -32,7 +32,7 @@ from .._comm.debug import profiler_range
 from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
-from .._params.refusals import refuse_recording
+from .._params.refusals import refuse_mutable_saves, refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup, Reducible, WeightGroup
 from .first_forward import Setup
@@ -237,6 +237,7 @@ class Gathering:
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
         target = group.for_forward
         if torch.is_grad_enabled():
+            refuse_mutable_saves(group.fqn)
             group.leaves.note_saved(is_captured=self._comm.streams.is_capturing)
         if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
             self._comm.streams.wait(target.kept.done)  # as ``acquire`` does: code reads it next

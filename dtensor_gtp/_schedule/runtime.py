@@ -175,7 +175,8 @@ class Runtime:
         self.comm.host_copies.finish_uploads()
         for group in self.members.groups:
             group.views.hide()
-        self.steps.forget_interrupted()
+        if self.reads.is_differentiated:  # an evaluation is no part of a step
+            self.steps.forget_interrupted()
         if self.passes.forward is not None:
             self.passes.forward.begin()  # its plan stays that of the last complete pass
         self.passes.end_forward()

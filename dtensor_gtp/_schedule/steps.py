@@ -118,7 +118,7 @@ class Steps:
         """After a forward that raised. Gradients of earlier microbatches stay, unless the user has
         interrupted the step, and will hardly go on with it."""
         error = sys.exc_info()[1]  # set in the ``finally`` blocks that lead here
-        if self.has_unsynced and error is not None and not isinstance(error, Exception):
+        if self.has_unsynced and isinstance(error, KeyboardInterrupt):
             self._give_up("a forward was interrupted")
 
     def forget_what_was_given_up(self) -> None:

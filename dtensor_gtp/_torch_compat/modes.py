@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import _guards
+from torch.autograd import graph as autograd_graph
 from torch.fx import _symbolic_trace as symbolic_trace
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint
@@ -143,6 +146,35 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     eval_frame.set_code_exec_strategy(code, strategy)
 
 
+def skip_package(package: str, *, but: Container[Any] = (), recursive: bool = False) -> None:
+    """``skip_code`` for all functions of a package that are loaded by now, but for these."""
+    for name, module in sys.modules.copy().items():
+        if name == package or name.startswith(f"{package}."):
+            for function in _functions_in(vars(module), name):
+                if function not in but:
+                    for code in _codes_in(function.__code__):
+                        skip_code(code, recursive=recursive)
+
+
+def _functions_in(namespace: Mapping[str, Any], module: str) -> Iterator[FunctionType]:
+    for value in namespace.values():
+        if isinstance(value, type) and value.__module__ == module:
+            yield from _functions_in(vars(value), module)
+        found = getattr(value, "fget", None) if isinstance(value, property) else value
+        if isinstance(found, FunctionType | staticmethod | classmethod | functools._lru_cache_wrapper):
+            found = inspect.unwrap(getattr(found, "__func__", found))  # behind decorators
+            if isinstance(found, FunctionType) and found.__module__ == module:
+                yield found
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's and those of functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
+
+
 def break_graph(why: str) -> None:
     """End the graph that the compiler traces. With ``fullgraph=True``, its error has ``why``."""
     torch._dynamo.graph_break(msg=why)
@@ -169,6 +201,11 @@ def at_end_of_trace(context: Any, check: Callable[[], None]) -> None:
             raise
 
     hooks.insert(0, run)  # they run backwards: those of torch first, which leave the contexts of the graph
+
+
+def are_saved_tensors_mutable() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is active."""
+    return autograd_graph._allow_mutation_on_saved_tensors_enabled
 
 
 def is_stream_capturing() -> bool:

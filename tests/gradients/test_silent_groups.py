@@ -15,6 +15,7 @@ from common import ALL, check_update
 from pairs_common import CHOSEN, MIXED, POLICIES, Pair, PairTest, blocks, halve_data, replace_data
 from passes_common import NUM_ROWS, WIDTH, Block, Model, mean, usual
 from runtime_common import make_rows, members_of
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 
@@ -61,6 +62,13 @@ class ModelWrites(Model):
         return super().forward(x) / norm
 
 
+class ReadsInContext(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with allow_mutation_on_saved_tensors():
+            norm = self.blocks[1].up.weight.norm()
+        return super().forward(x) / norm
+
+
 class Linears(nn.Sequential):
     """Its derivative by an input does not depend on the input."""
 
@@ -69,6 +77,25 @@ class Linears(nn.Sequential):
 
 
 class TestSilentGroups(PairTest):
+    def test_a_context_in_which_saved_tensors_may_be_written_to_is_refused(self) -> None:
+        """torch would copy weights while they are freed, before a gather fills them again."""
+
+        def step(each: nn.Module, x: torch.Tensor) -> None:
+            with allow_mutation_on_saved_tensors():
+                mean(each(x)).backward()
+
+        message = "does not support block 'blocks.[01]' in torch.autograd.graph.allow_mutation_on_saved_tensors"
+        x = torch.randn(4, WIDTH)
+        for kind, run in ((Model, step), (ReadsInContext, usual)):
+            for model, _ in self.pairs(kind, (CHOSEN, MIXED), is_first=True):
+                with self.subTest(kind=kind):
+                    with torch.no_grad():
+                        model(x)  # which autograd saves nothing of
+                    with self.assertRaisesRegex(NotImplementedError, message):
+                        run(model, x)
+        for pair in self.pairs(Model, (ALL,)):  # weights that are gathered one by one
+            self.check(pair, step)
+
     def test_second_backward_without_the_first_one(self) -> None:
         """A penalty on the gradient of an input alone: the second backward comes to no output of a block."""
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from pairs_common import CHOSEN, MIXED, Pair, PairTest, blocks, replace_data
-from passes_common import mean
+from passes_common import Model, mean, usual
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss, square_step
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -67,6 +67,51 @@ class TestReplacedParameters(PairTest):
                     losses[0].backward()
                 pair[0].zero_grad()
                 self.check(pair)
+
+    def test_between_microbatches(self) -> None:
+        """The next parameter would get the gradient of the one before."""
+
+        def swap(model: Any) -> None:
+            model.first.weight, model.last.weight = model.last.weight, model.first.weight
+
+        def swap_in_blocks(model: Any) -> None:
+            first, second = model.blocks
+            first.up.weight, second.up.weight = second.up.weight, first.up.weight
+
+        def swap_whole(model: Any) -> None:
+            first, second = model.blocks
+            first.norm.weight, second.norm.weight = second.norm.weight, first.norm.weight
+
+        def tie(model: Any) -> None:
+            model.first.weight = model.last.weight
+
+        def renew(model: Any) -> None:
+            model.blocks[0].down.weight = nn.Parameter(model.blocks[0].down.weight.detach().clone())
+
+        message = "was replaced while gradients of earlier microbatches"
+        for change in (swap, swap_in_blocks, swap_whole, tie, renew):
+            for pair in self.pairs(Model, (ALL, CHOSEN, MIXED)):
+                with self.subTest(change=change):
+                    model, reference = pair
+                    model.set_requires_gradient_sync(False)
+                    self.run_both(pair)
+                    for each in pair:
+                        change(each)
+                    model.set_requires_gradient_sync(True)
+                    with self.assertRaisesRegex(RuntimeError, message):
+                        usual(model, torch.randn(4, self.width))
+                    model.reset_iter_state()
+                    reference.zero_grad()
+                    self.check(pair)
+
+    def test_loaded_between_microbatches(self) -> None:
+        for pair in self.pairs(Model, (ALL, CHOSEN, MIXED)):
+            pair[0].set_requires_gradient_sync(False)
+            self.run_both(pair)
+            with self.assertRaisesRegex(RuntimeError, "was replaced while gradients of earlier microbatches"):
+                assign(pair[0])
+            pair[0].set_requires_gradient_sync(True)
+            self.check(pair)  # both microbatches
 
     def test_functional_call_beside_a_forward(self) -> None:
         model, x = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL), make_rows(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from asyncio import CancelledError
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -219,10 +220,9 @@ class TestInterrupted(GlooTest):
             self.assertEqual(error_in_thread(train), "None")
             assert_same_params(model, reference, "grad", **CLOSE)
 
-    @pytest.mark.long
     def test_an_interrupted_microbatch_drops_the_others(self) -> None:
-        """An error does not: the step may go on without that microbatch."""
-        for schedule, error in product((ALL, GROUPS), (KeyboardInterrupt, ValueError)):
+        """An error does not, nor another reason to stop a forward: the step may go on without that microbatch."""
+        for schedule, error in product((ALL, GROUPS), (KeyboardInterrupt, CancelledError, ValueError)):
             reference = Model()
             model = shard_copy(reference, self.gtp_mesh(), schedule=schedule)
             batches = torch.randn(2, 8, WIDTH)
@@ -236,6 +236,24 @@ class TestInterrupted(GlooTest):
             backward(model, rows[1])
             for batch in batches[1 if error is KeyboardInterrupt else 0 :]:
                 backward(reference, batch)
+            assert_same_params(model, reference, "grad", **CLOSE)
+
+    def test_an_interrupted_evaluation_leaves_microbatches_alone(self) -> None:
+        for schedule in (ALL, GROUPS):
+            reference = Model()
+            model = shard_copy(reference, self.gtp_mesh(), schedule=schedule)
+            x = torch.randn(8, WIDTH)
+            mine = rows_of_rank(x, self.gtp_mesh())
+            model.set_requires_gradient_sync(False)
+            backward(model, mine)
+            fail = mock.Mock(side_effect=KeyboardInterrupt)
+            with model.blocks[1].register_forward_pre_hook(fail), self.assertRaises(KeyboardInterrupt):
+                with torch.no_grad():
+                    model(mine)
+            model.set_requires_gradient_sync(True)
+            backward(model, mine)
+            for _ in range(2):
+                backward(reference, x)
             assert_same_params(model, reference, "grad", **CLOSE)
 
     # All lines: with ``num=0``, in several minutes. A worker may take five for a test.
