@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 
-_WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_local() this rank's rows"
+WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_local() this rank's rows"
 
 _PENALTY = "Before you add a penalty on parameters to the loss, call penalty.full_tensor() on all ranks."
 
@@ -38,19 +38,19 @@ _REMEDIES = (
     (
         ("index", "embedding", "gather", "mm", "addmm", "bmm", "matmul", "linear", "convolution"),
         "Outside of the forward of its module a weight is sharded. Call the module, e.g. model.embedding(ids); "
-        f"or register your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
+        f"or register your method: register_gtp_forward_method(model, 'name'); or convert: {WHOLE}.",
     ),
     (
         ("copy_", "fill_", "lerp_"),
         "To write a whole tensor into a parameter: param.copy_(distribute_tensor(value, param.device_mesh, "
-        f"param.placements)) under torch.no_grad(), or load_state_dict. To read one: {_WHOLE}.",
+        f"param.placements)) under torch.no_grad(), or load_state_dict. To read one: {WHOLE}.",
     ),
-    (("",), f"This op mixes a sharded tensor with a plain one. {_WHOLE}. {_PENALTY}"),
+    (("",), f"This op mixes a sharded tensor with a plain one. {WHOLE}. {_PENALTY}"),
 )
 # Texts of errors of ``torch.distributed.tensor``: ``_dispatch`` and C++, ``_sharding_prop``, ``_ops.utils``.
 _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTensor|does not have a sharding strategy)")
 _NOT_PROPAGATED = re.compile(r"Sharding propagation failed for aten\.")  # also of ops with sizes that do not fit
-_NO_SHARDING = f"DTensor found no sharding of this op. {_WHOLE}."
+_NO_SHARDING = f"DTensor found no sharding of this op. {WHOLE}."
 # Of ops of ATen on the empty shard that a rank has of a short parameter.
 _OF_EMPTY_SHARD = re.compile(r"numel\(\) == 0|0 elements|\bempty\b")
 _SAFETENSORS = re.compile(r"access the data pointer on an invalid python storage")  # of a DTensor
@@ -69,7 +69,7 @@ _CAST = (
 _IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
 _NEEDS_WHOLE = (
     "This op needs whole tensors. In an optimizer: dtensor_gtp.optim.gathered(optimizer_class) steps on whole "
-    f"parameters. Elsewhere: {_WHOLE}, and to write one: with whole_weights(model)."
+    f"parameters. Elsewhere: {WHOLE}, and to write one: with whole_weights(model)."
 )
 _PACKAGE = f"{__name__.partition('.')[0]}."
 _DTENSOR = "torch.distributed.tensor."
@@ -85,14 +85,16 @@ def install() -> None:
         compat.replace(name, DTensor, name, functools.partialmethod(_refuse, name))
 
 
-def explain(error: BaseException, *, is_cast: bool = False) -> None:
-    """Add what to write instead as a note, unless the error has one. ``is_cast``: weights are cast to a
-    ``param_dtype``."""
+def explain(error: BaseException, known: str | None = None, *, is_cast: bool = False) -> None:
+    """Add what to write instead as a note, unless the error has one: ``known``, if that is known better here.
+    ``is_cast``: weights are cast to a ``param_dtype``."""
     notes = getattr(error, "__notes__", ())
     if any(note.startswith(_MARK) for note in notes):
         return
     text = remedy_for(error)
-    if text is None and is_cast and _OTHER_DTYPE.search(str(error)) and not _OF_INTEGERS.search(str(error)):
+    if text is not None:
+        text = known or text
+    elif is_cast and _OTHER_DTYPE.search(str(error)) and not _OF_INTEGERS.search(str(error)):
         text = _CAST
     if text is not None:
         error.add_note(_MARK + text)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._comm.send_ring import SendRing
+from .._dtensor.remedies import WHOLE, explain
 from .layout import WeightLayout
 
 # Cached, because each gradient needs it, and torch runs an op to compute it.
@@ -249,7 +250,11 @@ def _run_tensor_hooks(
                 f"does not come from autograd (rank {dist.get_rank()}). Register hooks by "
                 "param.register_post_accumulate_grad_hook(hook)."
             )
-        replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(as_dtensor(param))))
+        try:
+            replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(as_dtensor(param))))
+        except RuntimeError as error:
+            explain(error, f"A hook of parameter '{fqn}' gets the gradient as a DTensor. {WHOLE}.")
+            raise
         if replaced is not None:
             assert isinstance(replaced, DTensor)
             reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)  # the hook may keep its tensor

@@ -160,11 +160,15 @@ def _functions_in(namespace: Mapping[str, Any], module: str) -> Iterator[Functio
     for value in namespace.values():
         if isinstance(value, type) and value.__module__ == module:
             yield from _functions_in(vars(value), module)
-        found = getattr(value, "fget", None) if isinstance(value, property) else value
-        if isinstance(found, FunctionType | staticmethod | classmethod | functools._lru_cache_wrapper):
-            found = inspect.unwrap(getattr(found, "__func__", found))  # behind decorators
-            if isinstance(found, FunctionType) and found.__module__ == module:
-                yield found
+        found: Any = value
+        if isinstance(value, property):
+            found = value.fget
+        elif isinstance(value, staticmethod | classmethod):
+            found = value.__func__
+        if isinstance(found, FunctionType | functools._lru_cache_wrapper):
+            function: Any = inspect.unwrap(found)  # behind decorators
+            if isinstance(function, FunctionType) and function.__module__ == module:
+                yield function
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:

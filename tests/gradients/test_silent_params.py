@@ -173,6 +173,23 @@ class TestParameterHooks(GlooTest):
         assert sorted(logs[0]) == sorted(logs[1])
         assert logs[0]
 
+    def test_what_a_hook_gets_is_said_where_it_fails(self) -> None:
+        model = gtp_shard(nn.Linear(WIDTH, WIDTH), self.gtp_mesh(), schedule=ALL)
+        handle = model.weight.register_hook(lambda grad: torch.eye(WIDTH) @ grad)
+        with self.assertRaisesRegex(RuntimeError, "mixed") as caught:
+            square_step(model, make_rows(0))
+        (note,) = [note for note in caught.exception.__notes__ if note.startswith("dtensor_gtp: ")]
+        self.assertRegex(note, "A hook of parameter 'weight' gets the gradient as a DTensor")
+        handle.remove()
+
+        def fail(grad: torch.Tensor) -> None:
+            raise RuntimeError("of the user")
+
+        model.weight.register_hook(fail)
+        with self.assertRaisesRegex(RuntimeError, "of the user") as caught:
+            square_step(model, make_rows(0))
+        assert not getattr(caught.exception, "__notes__", [])
+
     def test_hooks_of_several_parameters_are_refused(self) -> None:
         """They count nodes of autograd's graph, in which no sharded parameter is."""
         for schedule, make in ((ALL, small_model), (CHOSEN, blocks)):
