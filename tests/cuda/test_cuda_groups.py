@@ -50,10 +50,18 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def make(**options: Any) -> nn.Module:
+class OnOneStream(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        return self.last(x)
+
+
+def make(kind: type[Model] = Model, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return Model(**options)
+        return kind(**options)
 
 
 def batch_of(step: int) -> torch.Tensor:
@@ -157,6 +165,22 @@ class TestCudaGroups(CudaTest):
             square_loss(model, self.mine(step)).backward()
             square_loss(reference, batch_of(step)).backward()
         assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
+
+    def test_a_compiled_function_calls_backward(self) -> None:
+        """Ends of a backward run on the thread that has called it, where the compiler sees them."""
+
+        def step(each: nn.Module, x: torch.Tensor) -> None:
+            square_loss(each, x).backward()
+
+        for is_checkpointed in (False, True):
+            options = {"kind": OnOneStream, "is_checkpointed": is_checkpointed}
+            model, reference = self.sharded(**options), make(**options)
+            torch._dynamo.reset()
+            run = torch.compile(step, backend="aot_eager")
+            for number in range(3):
+                run(model, self.mine(number))
+                step(reference, batch_of(number))
+            assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
 
     def test_no_more_memory_than_fully_shard(self) -> None:
         """Of blocks that are larger than what is gathered in one launch in any case (32 MiB)."""
