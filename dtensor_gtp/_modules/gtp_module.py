@@ -357,7 +357,7 @@ class GTPModule(RefusedMethods, BoundModule):
         """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet.
 
         Gradients of microbatches without sync are among them. After a backward that raised, a
-        forward that was interrupted (KeyboardInterrupt), and a cell of a notebook that was, this
+        training forward that was interrupted (KeyboardInterrupt), and a cell of a notebook that was, this
         happens by itself. Call it where your program gives up a step between microbatches.
 
         Example:

@@ -10,21 +10,23 @@ from __future__ import annotations
 import functools
 
 from .. import _torch_compat as compat
-from .dress import embedding_forward, linear_forward
 
 # These call no code that the user has compiled.
 _ALONE = ("_comm", "_dtensor", "_params", "_schedule", "elastic")
 # These may: a checkpoint computes again what a backward asks for.
-_AROUND = ("_modules", "_torch_compat", "ops", "quant.weight")
-# The compiler begins with these where they are in a module of torch, such as ``nn.Sequential``.
-_FORWARDS = (linear_forward, embedding_forward)
+_AROUND = (
+    "_modules.frames",
+    "_modules.outside_of_modules",
+    "_modules.torch_patches",
+    "_torch_compat",
+    "ops",
+    "quant.weight",
+)
 
 
 @functools.cache
 def install() -> None:
     """Once in a process, when all of this is loaded."""
     root = __name__.partition(".")[0]
-    for part in _ALONE:
-        compat.skip_package(f"{root}.{part}", recursive=True)
-    for part in _AROUND:
-        compat.skip_package(f"{root}.{part}", but=_FORWARDS)
+    for part in (*_ALONE, *_AROUND):
+        compat.skip_package(f"{root}.{part}", recursive=part in _ALONE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from types import CodeType, FunctionType
@@ -146,14 +146,13 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     eval_frame.set_code_exec_strategy(code, strategy)
 
 
-def skip_package(package: str, *, but: Container[Any] = (), recursive: bool = False) -> None:
-    """``skip_code`` for all functions of a package that are loaded by now, but for these."""
+def skip_package(package: str, *, recursive: bool = False) -> None:
+    """``skip_code`` for all functions of a package that are loaded by now."""
     for name, module in sys.modules.copy().items():
         if name == package or name.startswith(f"{package}."):
             for function in _functions_in(vars(module), name):
-                if function not in but:
-                    for code in _codes_in(function.__code__):
-                        skip_code(code, recursive=recursive)
+                for code in _codes_in(function.__code__):
+                    skip_code(code, recursive=recursive)
 
 
 def _functions_in(namespace: Mapping[str, Any], module: str) -> Iterator[FunctionType]:
