@@ -64,7 +64,8 @@ def layouts_of(problem: Problem) -> Iterator[Layout]:
         most["tp"] = min(problem.machine.gpus_per_domain, 16)
     if isinstance(model, ModelConfig) and job.seq_len >= 16384:
         most["cp"] = 16
-    sizes = {name: [size for size in _divisors(job.gpus) if size <= most[name]] for name in most}
+    divisors = _divisors(job.gpus)
+    sizes = {name: [size for size in divisors if size <= most[name]] for name in most}
     sizes.update({name: [fixed[name]] for name in most if name in fixed})
     for tp, pp, cp in itertools.product(*sizes.values()):
         rest, remainder = divmod(job.gpus, tp * pp * cp)
